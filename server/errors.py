@@ -1,0 +1,172 @@
+"""The error tree, and its wire form.
+
+Owns every failure that Marathon tells somebody about. Runs in both processes; does no I/O.
+
+    MarathonError
+    ├── StartupError                  one line on stderr, exit code 2; never reaches HTTP
+    └── RequestError                  has status, type, code, param; rendered as an HTTP answer or as an SSE event
+        ├── InvalidValue              400  a field has a value that it can't have
+        ├── UnsupportedParameter      400  the field is known, but what it asks for isn't offered
+        ├── ContextLengthExceeded     400  the prompt doesn't fit the context
+        ├── ExceedsMemory             400  the sequence could never fit the memory limit, even alone
+        ├── InvalidApiKey             401
+        ├── Forbidden                 403  foreign Origin or Host
+        ├── ModelNotFound             404
+        ├── UnknownUrl                404
+        ├── MethodNotAllowed          405
+        ├── RequestTimeout            408  the request's own deadline passed
+        ├── RequestTooLarge           413
+        ├── QueueFull                 429  retry later
+        ├── NotReady                  503  no engine
+        ├── Draining                  503  shutting down
+        └── InternalError             500
+            └── GenerationFailed      500  this generation can't be continued; retrying would repeat it
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class MarathonError(Exception):
+    """Root of the tree. `str(error)` is the sentence for the user."""
+
+
+class StartupError(MarathonError):
+    """The server can't start as configured: a bad setting, a taken port, a missing or broken model."""
+
+
+class RequestError(MarathonError):
+    """A request can't be answered as asked.
+
+    Attributes:
+        status: HTTP status before the first byte.
+        type, code: OpenAI's machine-readable names.
+        param: the request field at fault, or None.
+        retry_after: seconds, sent as `Retry-After`, or None.
+        reason: label of `marathon_requests_rejected_total`.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+    reason: ClassVar[str] = "invalid"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI error object: `{"error": {message, type, param, code}}`."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Response headers that belong to the error."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+class InvalidValue(RequestError):
+    """A field is missing, has the wrong type, or is out of range."""
+
+    status, type, code = 400, "invalid_request_error", "invalid_value"
+
+
+class UnsupportedParameter(RequestError):
+    """A known field asks for something that isn't offered. Never ignored in silence."""
+
+    status, type, code, reason = 400, "invalid_request_error", "unsupported_parameter", "unsupported"
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt and answer don't fit the model's context; the message names both numbers."""
+
+    status, type, code, reason = 400, "invalid_request_error", "context_length_exceeded", "context_length"
+
+
+class ExceedsMemory(RequestError):
+    """The sequence could never run within the memory limit, even alone; the message names both numbers."""
+
+    status, type, code, reason = 400, "invalid_request_error", "memory_limit_exceeded", "memory_guard"
+
+
+class InvalidApiKey(RequestError):
+    """An API key is configured and the request has none or another."""
+
+    status, type, code, reason = 401, "authentication_error", "invalid_api_key", "auth"
+
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class Forbidden(RequestError):
+    """The Host or Origin header names a place that isn't allowed (DNS rebinding, cross-site requests)."""
+
+    status, type, code, reason = 403, "permission_error", "forbidden", "auth"
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that isn't served."""
+
+    status, type, code = 404, "not_found_error", "model_not_found"
+
+
+class UnknownUrl(RequestError):
+    """No such route."""
+
+    status, type, code = 404, "not_found_error", "unknown_url"
+
+
+class MethodNotAllowed(RequestError):
+    """The route exists, the method doesn't."""
+
+    status, type, code = 405, "not_found_error", "method_not_allowed"
+
+
+class RequestTimeout(RequestError):
+    """The deadline that the request or the server set has passed; queue time counts."""
+
+    status, type, code = 408, "server_error", "timeout"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
+
+
+class RequestTooLarge(RequestError):
+    """The body is larger than the cap."""
+
+    status, type, code, reason = 413, "invalid_request_error", "request_too_large", "body_too_large"
+
+
+class QueueFull(RequestError):
+    """As many requests wait as may wait."""
+
+    status, type, code, reason = 429, "rate_limit_error", "queue_full", "queue_full"
+
+
+class NotReady(RequestError):
+    """No engine is up."""
+
+    status, type, code, reason = 503, "server_error", "not_ready", "not_ready"
+
+
+class Draining(RequestError):
+    """The server is shutting down and takes no new work."""
+
+    status, type, code, reason = 503, "server_error", "draining", "shutdown"
+
+
+class InternalError(RequestError):
+    """A fault of ours. The message carries no path and no traceback."""
+
+    status, type, code = 500, "server_error", "internal_error"
+
+
+class GenerationFailed(InternalError):
+    """This generation ended with an error and retrying would repeat it."""
+
+    code = "generation_failed"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}

@@ -1,0 +1,192 @@
+"""Settings: one definition for file, environment and command line.
+
+Owns every knob of Marathon and its bounds. Runs in both processes (the engine gets its copy as JSON on its command
+line's environment). Reads the TOML file and the environment, nothing else; never touches MLX.
+
+Precedence: command line, environment (`MARATHON_<NAME>`), TOML file (`--config`), default. Unknown keys are refused
+in all three places.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from server.errors import StartupError
+
+ENV_PREFIX = "MARATHON_"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
+
+Names = Annotated[list[str], NoDecode]
+
+
+def parse_bytes(value: object) -> object:
+    """`"8GiB"`, `"500MB"`, `4096` → bytes. Anything else is returned for pydantic to refuse."""
+    if isinstance(value, str) and (match := _BYTES.match(value)):
+        return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    return value
+
+
+class Serving(BaseModel):
+    """Which model, where, and who may call."""
+
+    model: str | None = Field(None, description="MLX model folder or hub id; absent: the starter model")
+    model_alias: Names = Field([], description="further names under which the model answers, comma-separated")
+    host: str = Field("127.0.0.1", description="address to listen on; others than loopback need an API key")
+    port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    api_key: Names = Field([], description="accepted API keys, comma-separated; none: no key is asked for")
+    api_key_file: Path | None = Field(None, description="file with one accepted API key a line")
+    cors_origins: Names = Field([], description="browser origins that are let in, comma-separated, or *")
+    allowed_hosts: Names = Field([], description="names accepted in Host besides loopback, comma-separated")
+    trust_remote_code: bool = Field(False, description="let a model folder bring its own Python code")
+    cache_dir: Path | None = Field(None, description="where the starter model is kept; default: the user's cache")
+
+
+class Limits(BaseModel):
+    """What a request may ask for, and how long it may take."""
+
+    context: int | None = Field(None, ge=16, description="positions a sequence; default and maximum: the model's")
+    default_max_tokens: int | None = Field(None, ge=1, description="chat answers' limit if the request has none")
+    max_rows: int = Field(32, ge=1, le=1024, description="sequences decoded together")
+    queue_limit: int = Field(256, ge=0, description="sequences that may wait; one more is answered 429")
+    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="largest request body")
+    max_choices: int = Field(16, ge=1, le=128, description="largest n, and most prompts in one request")
+    max_schema_bytes: int = Field(256 * 2**10, ge=64, description="largest JSON schema")
+    request_timeout_seconds: float | None = Field(None, gt=0, description="deadline of a request, queue included")
+    keepalive_seconds: float = Field(10, gt=0, description="silence on a stream before a keep-alive comment")
+    send_timeout_seconds: float = Field(60, gt=0, description="a reader that takes nothing for so long is dropped")
+    drain_seconds: float = Field(30, ge=0, description="how long running generations may go on after SIGTERM")
+
+
+class EngineSettings(BaseModel):
+    """The process that owns MLX."""
+
+    guard: bool = Field(True, description="keep every cache array evaluated (the cache guard)")
+    census_steps: int = Field(256, ge=1, description="decode steps between two censuses of pending arrays")
+    live_buffers: Literal["auto", "native", "off"] = Field("auto", description="how the live-buffer count is read")
+    buffer_limit: int | None = Field(None, ge=1, description="live-buffer limit; default: the device's")
+    memory_limit: int | None = Field(None, ge=1, description="bytes that MLX may use; default: the device's")
+    pool_limit: int | None = Field(None, ge=0, description="bytes that MLX's buffer pool may keep; default: MLX's")
+    wired_limit: bool = Field(True, description="raise the wired limit as mlx-lm does (Metal)")
+    prefill_stall_ms: int = Field(250, ge=1, description="longest that prefill holds running rows up")
+    prefix_cache: int = Field(2 * 2**30, ge=0, description="bytes of earlier prompts' KV kept for reuse; 0: off")
+    long_group_interval: int = Field(4, ge=1, le=4, description="long groups step at least each k-th iteration")
+    stall_seconds: float = Field(60, gt=0, description="no progress for so long: the engine is replaced")
+    start_seconds: float = Field(300, gt=0, description="longest that an engine may take to start")
+    rotate_min_seconds: float = Field(60, ge=0, description="rotations needed sooner than this name a leak")
+    keep_awake: bool = Field(False, description="macOS: no idle sleep while generations run")
+    faults: str = Field("", description="DANGEROUS, for tests: what to break, e.g. kill@decode:100")
+
+
+class Logs(BaseModel):
+    """What is written where."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line to log")
+    log_format: Literal["text", "json"] = Field("text", description="lines for people or for machines")
+    access_log: bool = Field(True, description="one line a request")
+
+
+class Settings(Serving, Limits, EngineSettings, Logs, BaseSettings):
+    """All settings. Construct with `load`."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+
+    @field_validator("max_body_bytes", "max_schema_bytes", "memory_limit", "pool_limit", "prefix_cache", mode="before")
+    @classmethod
+    def _sizes(cls, value: object) -> object:
+        return parse_bytes(value)
+
+    @field_validator("guard", mode="before")
+    @classmethod
+    def _on_off(cls, value: object) -> object:
+        return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("model_alias", "api_key", "cors_origins", "allowed_hosts", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _public_needs_a_key(self) -> Settings:
+        if not is_loopback(self.host) and not (self.api_key or self.api_key_file):
+            raise ValueError(f"listening on {self.host} needs --api-key or --api-key-file; use 127.0.0.1 for local use")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that no other machine can reach."""
+    return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+def option(name: str) -> str:
+    """`stall_seconds` → `--stall-seconds`."""
+    return "--" + name.replace("_", "-")
+
+
+def load(values: Mapping[str, Any], config: Path | None = None) -> Settings:
+    """Settings from command-line `values`, the environment and the TOML file `config`.
+
+    Raises StartupError with one line that names the option, the value and what is allowed.
+    """
+    config = config or (Path(path) if (path := os.environ.get(ENV_PREFIX + "CONFIG")) else None)
+    if config is not None and not config.is_file():
+        raise StartupError(f"config file {config} doesn't exist")
+    _refuse_unknown_environment()
+    # pydantic-settings takes the file's path from the class, so each file gets a class of its own.
+    reader = type("Settings", (Settings,), {"model_config": SettingsConfigDict(toml_file=config)})
+    try:
+        return Settings.model_construct(**reader(**values).model_dump())
+    except ValidationError as error:
+        raise StartupError("; ".join(_sentence(dict(e), config) for e in error.errors())) from None
+    except ValueError as error:  # a TOML file that doesn't parse
+        raise StartupError(f"config file {config}: {error}") from None
+
+
+def _refuse_unknown_environment() -> None:
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | {ENV_PREFIX + "CONFIG"}
+    unknown = sorted(n for n in os.environ if n.upper().startswith(ENV_PREFIX) and n.upper() not in known)
+    if unknown:
+        raise StartupError(f"unknown setting in the environment: {', '.join(unknown)}")
+
+
+def _sentence(error: dict[str, Any], config: Path | None) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if not name:
+        return str(message)
+    if error["type"] == "extra_forbidden":
+        return f"unknown setting {name!r}" + (f" in {config}" if config else "")
+    return f"{option(name)} {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def from_json(text: str) -> Settings:
+    """The settings that another process of ours dumped with `model_dump_json`; no other source is read."""
+    return Settings.model_construct(**BaseModelView.model_validate_json(text).model_dump())
+
+
+class BaseModelView(Serving, Limits, EngineSettings, Logs):
+    """The same fields without sources, for the engine's copy."""
