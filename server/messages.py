@@ -11,6 +11,7 @@ continuation with no generated ids.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -111,6 +112,11 @@ class LayerCost(msgspec.Struct, frozen=True, array_like=True):
     per_position: int
     step: int = 256
     cap: int = 0
+
+    def bytes(self, length: int) -> int:
+        """Bytes at `length` positions."""
+        positions = -(-length // self.step) * self.step
+        return self.constant + self.per_position * (min(positions, self.cap) if self.cap else positions)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", omit_defaults=True):
@@ -271,6 +277,11 @@ class Snapshot(msgspec.Struct, omit_defaults=True):
     unexplained_bytes_per_token: float | None = None
     tokens_to_exhaustion: dict[str, float] = {}  # by resource: buffers, bytes; inf while flat
     seconds_to_exhaustion: dict[str, float] = {}
+
+    def record(self, action: str, reading: float, threshold: float) -> None:
+        """Note one automatic act; the engine's main thread only."""
+        self.actions = [*self.actions[-99:], Action(time.time(), action, reading, threshold)]
+        self.action_counts[action] = self.action_counts.get(action, 0) + 1
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):

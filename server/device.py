@@ -1,0 +1,86 @@
+"""What this machine's device is and can hold.
+
+Owns the facts about the device that `Ready` carries and that `marathon check` prints (`python -m server.device`).
+Runs in the engine process's main thread, or as a short-lived process of its own: the server process never creates a
+device.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+
+from server.errors import StartupError
+from server.messages import Ready, Snapshot
+from server.model import Loaded, quantization
+from server.residency import Residency, device_memory
+from server.settings import Settings, from_json
+
+
+def name() -> str:
+    """The device that MLX computes on, in words."""
+    device = mx.default_device()
+    if device.type == mx.DeviceType.cpu:
+        return f"CPU ({platform.machine()})"
+    return str(mx.device_info(device).get("device_name", "GPU"))
+
+
+def announce(epoch: int, loaded: Loaded, residency: Residency, seconds: float) -> Ready:
+    """The engine's first word once it can serve; `seconds` it took to load."""
+    source = residency.source
+    return Ready(
+        epoch=epoch,
+        pid=os.getpid(),
+        vocab_size=loaded.vocab_size,
+        context=loaded.context,
+        weights_bytes=loaded.weights_bytes,
+        batching=loaded.batching,
+        model_type=str(loaded.config.get("model_type", "unknown")),
+        quantization=quantization(loaded.config),
+        device=name(),
+        mlx=mx.__version__,
+        mlx_lm=version("mlx-lm"),
+        load_seconds=seconds,
+        live_source=source.name,
+        live_reason=source.reason,
+        buffer_limit=source.limit,
+        memory_limit=residency.memory_limit,
+        device_memory=device_memory(),
+        row_cost=loaded.row_cost,
+        chunk_peak_bytes=loaded.chunk_peak_bytes,
+    )
+
+
+def facts(settings: Settings) -> dict[str, Any]:
+    """Device, versions and limits as they would be with these settings. Raises StartupError."""
+    residency = Residency.open(settings, Snapshot())
+    source = residency.source
+    return {
+        "device": name(),
+        "device_memory_bytes": device_memory(),
+        "memory_limit_bytes": residency.memory_limit,
+        "buffer_limit": source.limit,
+        "live_buffers": source.name if source.name != "off" else f"off: {source.reason}",
+        "mlx": mx.__version__,
+        "mlx_lm": version("mlx-lm"),
+    }
+
+
+def main() -> None:
+    """Settings as JSON on standard input, facts as JSON on standard output."""
+    logging.disable(logging.WARNING)
+    settings = from_json(input())
+    try:
+        print(json.dumps(facts(settings)))
+    except StartupError as error:
+        print(json.dumps({"error": str(error)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Deliberate failures of the engine, for tests and chaos runs. DANGEROUS: off unless `--faults` names them.
+
+Owns the spec's grammar and the acts. The spec is checked in the server process, the acts happen in the engine.
+
+    kill|abort|raise|stall|garbage @ prefill|decode|resume : STEP    at that chunk, step or resumed sequence
+    poison@prefill:TOKEN | poison@decode:TOKEN                       dies whenever a prompt that begins with TOKEN is
+                                                                     read, or after 5 tokens of such a prompt
+    slow-start[:SECONDS]   fail-start[:TIMES]   leak:K               K live buffers a decode step that nobody owns
+
+Several, separated by commas. A fault at a step happens in the server's first engine; `STEP*N` in each of the first N.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from server.errors import StartupError
+
+ACTS = ("kill", "abort", "raise", "stall", "garbage", "poison")
+PLACES = ("prefill", "decode", "resume")
+POISON_AFTER = 5  # output tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One act at one place; `step` counts from 1 (for poison: a token id)."""
+
+    act: str
+    place: str
+    step: int
+    engines: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What `--faults` asks for."""
+
+    faults: tuple[Fault, ...] = ()
+    slow_start: float = 0.0  # seconds
+    fail_start: int = 0  # starts
+    leak: int = 0  # buffers a step
+
+    def __bool__(self) -> bool:
+        return self != Spec()
+
+
+def parse(text: str) -> Spec:
+    """Raises StartupError that names the part it can't read."""
+    faults: list[Fault] = []
+    rest: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = part.partition(":")
+        act, _, place = name.partition("@")
+        try:
+            if act in ACTS and place in PLACES:
+                step, _, engines = value.partition("*")
+                faults.append(Fault(act, place, int(step), int(engines or 1)))
+            elif name in ("slow-start", "fail-start", "leak"):
+                rest[name] = float(value or {"slow-start": 5, "fail-start": 10**6}[name])
+            else:
+                raise ValueError(name)
+        except (ValueError, KeyError):
+            raise StartupError(f"--faults {part!r}: no such fault; see the README for the list") from None
+    return Spec(tuple(faults), rest.get("slow-start", 0.0), int(rest.get("fail-start", 0)), int(rest.get("leak", 0)))
+
+
+class Faults:
+    """Counts chunks, steps and resumes in the engine and acts when one is due. Owned by the loop."""
+
+    def __init__(self, spec: Spec, *, epoch: int, write_garbage: Callable[[], None]) -> None:
+        """Faults at a step belong to the first engines; poison, leak and slow start to each."""
+        self.spec = spec
+        self._epoch = epoch
+        self._write_garbage = write_garbage
+        self._counts = dict.fromkeys(PLACES, 0)
+
+    def at_start(self) -> None:
+        """Sleeps or ends the process, as asked for."""
+        time.sleep(self.spec.slow_start)
+        if self._epoch <= self.spec.fail_start:
+            os._exit(3)
+
+    def reached(self, place: str) -> None:
+        """One more chunk, step or resumed sequence is about to run."""
+        self._counts[place] += 1
+        for fault in self.spec.faults:
+            here = fault.act != "poison" and fault.place == place and self._epoch <= fault.engines
+            if here and fault.step == self._counts[place]:
+                self._act(fault.act)
+
+    def poisoned(self, place: str, first_token: int, produced: int) -> None:
+        """A row with a prompt that begins with `first_token` is at `place`."""
+        for fault in self.spec.faults:
+            due = place == "prefill" or produced >= POISON_AFTER
+            if fault.act == "poison" and fault.place == place and fault.step == first_token and due:
+                self._act("kill")
+
+    @property
+    def poison(self) -> frozenset[int]:
+        """First tokens of poisonous prompts."""
+        return frozenset(fault.step for fault in self.spec.faults if fault.act == "poison")
+
+    def _act(self, act: str) -> None:
+        if act == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif act == "abort":
+            os.abort()
+        elif act == "stall":
+            time.sleep(86400)
+        elif act == "garbage":
+            self._write_garbage()
+        else:
+            raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")

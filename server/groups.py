@@ -1,0 +1,249 @@
+"""Which rows share a forward pass, and how often each group is stepped.
+
+Owns the decode batches. Runs in the engine process's main thread. mlx-lm pads every row of a batch to its longest,
+so one row of 20,000 positions would make each short one carry 20,000; here rows of similar length share a batch.
+The partition is the one that moves the fewest bytes a step: a fixed amount a group (the weights, and what a step
+costs however short its rows are) plus the padded KV. It never moves more than the single padded batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from time import perf_counter
+
+from server.batching import Batch, Caches, Drawn, Row
+from server.messages import GroupState
+from server.model import Loaded
+
+REGROUP_STEPS = 256  # iterations between two looks at the grouping; KV grows by as many positions
+WORTH = 0.9  # a new grouping must move less than this share of the old one's bytes: moving rows copies their KV
+SLOWED = 2.0  # short groups may be slowed by this factor before long ones are stepped less often
+_MEMORY = 0.2
+
+Keep = Callable[[list[int], Caches], None]
+
+
+def partition(lengths: Many[int], group_bytes: int, row_bytes: Callable[[int], int]) -> list[list[int]]:
+    """Indexes of `lengths` in groups that move the fewest bytes; contiguous in length, shortest first.
+
+    Rows are taken by buckets of equal `row_bytes`, so the work is quadratic in the buckets, not in the rows.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    buckets: list[tuple[int, list[int]]] = []
+    for i in order:
+        size = row_bytes(lengths[i])
+        if buckets and buckets[-1][0] == size:
+            buckets[-1][1].append(i)
+        else:
+            buckets.append((size, [i]))
+    best: list[tuple[int, int]] = [(0, 0)]  # bytes of the first j buckets, where their last group begins
+    for end, (size, _) in enumerate(buckets, 1):
+        rows, options = 0, []
+        for start in range(end - 1, -1, -1):
+            rows += len(buckets[start][1])
+            options.append((best[start][0] + group_bytes + rows * size, start))
+        best.append(min(options))
+    groups: list[list[int]] = []
+    end = len(buckets)
+    while end:
+        start = best[end][1]
+        groups.append([i for _, bucket in buckets[start:end] for i in bucket])
+        end = start
+    return groups[::-1]
+
+
+def moved(groups: Many[Many[int]], group_bytes: int, row_bytes: Callable[[int], int]) -> int:
+    """Bytes that one step of all groups moves; each group is given by its rows' lengths."""
+    return sum(group_bytes + len(group) * row_bytes(max(group)) for group in groups if group)
+
+
+def intervals(seconds: Many[float], most: int) -> list[int]:
+    """Each group's k (stepped each k-th iteration), shortest group first: 1 for all unless the longer ones would
+    slow the first below 1 / SLOWED; then the smallest k ≤ `most` for the longer ones that avoids it."""
+    if not seconds:
+        return []
+    first, rest = seconds[0], sum(seconds[1:])
+    k = 1
+    while k < most and first + rest / k > SLOWED * first:
+        k += 1
+    return [1] + [k] * (len(seconds) - 1)
+
+
+class Groups:
+    """The decode batches, shortest rows first. Owned by the loop."""
+
+    def __init__(self, new_batch: Callable[[], Batch], loaded: Loaded, most: int) -> None:
+        """`most`: the largest k of `intervals`."""
+        self._new_batch, self._loaded, self._most = new_batch, loaded, most
+        self.batches: list[Batch] = []
+        self.stepping: list[Row] = []  # rows of the forward pass under way, for the error path
+        self._seconds: dict[int, float] = {}  # by id(batch): smoothed time of its step
+        self._every: dict[int, int] = {}
+        self._iteration = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.batches))
+
+    def caches(self) -> Caches:
+        """Every layer of every group."""
+        return [layer for batch in self.batches for layer in batch.caches]
+
+    # ------------------------------------------------------------ membership
+    def join(self, rows: list[Row]) -> None:
+        """Take rows with single caches into the groups that suit them, moving others where that pays."""
+        alone = [row for row in rows if row.solo or not self._loaded.batches]
+        for row in alone:
+            self._open([row])
+        rows = [row for row in rows if row not in alone]
+        if rows:
+            self._place(rows)
+        self._sort()
+
+    def _place(self, rows: list[Row]) -> None:
+        shared = self._shared()
+        held = [(batch, row) for batch in shared for row in batch.rows]
+        everyone = [row for _, row in held] + rows
+        lengths = [batch.length(row) for batch, row in held] + [row.length for row in rows]
+        ideal = partition(lengths, self._loaded.group_bytes, self._loaded.row_bytes)
+        simple = self._simple(shared, lengths, len(held))
+        cost = [moved([[lengths[i] for i in g] for g in way], self._loaded.group_bytes, self._loaded.row_bytes)
+                for way in (ideal, simple)]  # fmt: skip
+        chosen = ideal if cost[0] < WORTH * cost[1] else simple
+        self._arrange([[everyone[i] for i in group] for group in chosen])
+
+    def _simple(self, shared: list[Batch], lengths: list[int], held: int) -> list[list[int]]:
+        """The groups as they are, each new row where it adds the fewest bytes (or in a group of its own)."""
+        groups: list[list[int]] = []
+        first = 0
+        for batch in shared:
+            groups.append(list(range(first, first + len(batch))))
+            first += len(batch)
+        for i in range(held, len(lengths)):
+            options = [[*group, i] for group in groups]
+            added = [self._bytes(new, lengths) - self._bytes(new[:-1], lengths) for new in options]
+            alone = self._bytes([i], lengths)
+            if added and min(added) <= alone:
+                groups[added.index(min(added))].append(i)
+            else:
+                groups.append([i])
+        return groups
+
+    def _bytes(self, group: list[int], lengths: list[int]) -> int:
+        return moved([[lengths[i] for i in group]], self._loaded.group_bytes, self._loaded.row_bytes)
+
+    def _arrange(self, groups: list[list[Row]]) -> None:
+        """Make the shared batches hold these rows. A batch stays where most of its rows stay."""
+        shared = self._shared()
+        home = {id(row): batch for batch in shared for row in batch.rows}
+        taken: set[int] = set()
+        plan: list[tuple[Batch, list[Row]]] = []
+        for group in groups:
+            counts = [(sum(home.get(id(row)) is b for row in group), b) for b in shared if id(b) not in taken]
+            count, batch = max(counts, key=lambda pair: pair[0], default=(0, None))
+            if not count or batch is None:
+                batch = self._new_batch()
+            taken.add(id(batch))
+            plan.append((batch, group))
+        for batch, group in plan:
+            for source in shared:
+                leaving = [row for row in source.rows if source is not batch and any(row is r for r in group)]
+                if leaving:
+                    source.leave(leaving, keep_caches=True)
+        for batch, group in plan:
+            batch.join([row for row in group if not any(row is r for r in batch.rows)])
+            if not any(batch is known for known in self.batches):
+                self.batches.append(batch)
+        self._sweep()
+
+    def _shared(self) -> list[Batch]:
+        return [b for b in self.batches if self._loaded.batches and not any(row.solo for row in b.rows)]
+
+    def _open(self, rows: list[Row]) -> None:
+        batch = self._new_batch()
+        batch.join(rows)
+        self.batches.append(batch)
+
+    def leave(self, rows: list[Row], keep: Keep | None = None) -> None:
+        """Drop rows; `keep(tokens, caches)` is handed what each one read, compacted."""
+        for batch in self.batches:
+            gone = [row for row in batch.rows if any(row is r for r in rows)]
+            if not gone:
+                continue
+            if keep is not None:
+                for row in gone:
+                    keep(batch.tokens(row), batch.single_caches(batch.rows.index(row)))
+            batch.leave(gone)
+        self._sweep()
+
+    def take(self, rows: list[Row]) -> list[Row]:
+        """The rows, without their caches: the batches that held them are given up with all their rows."""
+        lost = [batch for batch in self.batches if any(row is r for row in batch.rows for r in rows)]
+        found = {id(row): row for batch in lost for row in batch.abandon()} | {id(row): row for row in rows}
+        self._sweep()
+        return list(found.values())
+
+    def clear(self) -> None:
+        self.batches.clear()
+
+    def _sweep(self) -> None:
+        self.batches = [batch for batch in self.batches if len(batch)]
+        known = {id(batch) for batch in self.batches}
+        self._seconds = {key: value for key, value in self._seconds.items() if key in known}
+        self._sort()
+
+    def _sort(self) -> None:
+        self.batches.sort(key=lambda batch: batch.longest)
+        self._reckon()
+
+    # ------------------------------------------------------------ the turn
+    def due(self) -> list[Batch]:
+        """The batches to step in this iteration."""
+        self._iteration += 1
+        if len(self.batches) == 1:
+            return self.batches[:]
+        if self._iteration % REGROUP_STEPS == 0 and self.batches:
+            self._regroup()
+        if self._iteration % 16 == 0:
+            self._reckon()
+        return [b for i, b in enumerate(self.batches) if (self._iteration + i) % self._every.get(id(b), 1) == 0]
+
+    def step(self, batch: Batch) -> Drawn:
+        """Step one batch, noting how long it takes."""
+        started = perf_counter()
+        news = batch.step()
+        seconds = perf_counter() - started
+        before = self._seconds.get(id(batch), seconds)
+        self._seconds[id(batch)] = before + _MEMORY * (seconds - before)
+        return news
+
+    def _regroup(self) -> None:
+        if shared := self._shared():
+            lengths = [[batch.length(row) for row in batch.rows] for batch in shared]
+            now = moved(lengths, self._loaded.group_bytes, self._loaded.row_bytes)
+            rows = [row for batch in shared for row in batch.rows]
+            flat = [length for group in lengths for length in group]
+            ideal = partition(flat, self._loaded.group_bytes, self._loaded.row_bytes)
+            new = moved([[flat[i] for i in g] for g in ideal], self._loaded.group_bytes, self._loaded.row_bytes)
+            if new < WORTH * now:
+                self._arrange([[rows[i] for i in group] for group in ideal])
+
+    def _reckon(self) -> None:
+        seconds = [self._seconds.get(id(batch), 0.0) for batch in self.batches]
+        every = intervals(seconds, self._most) if all(seconds) and self._loaded.batches else [1] * len(seconds)
+        self._every = {id(batch): k for batch, k in zip(self.batches, every, strict=True)}
+
+    # ------------------------------------------------------------ facts
+    def state(self) -> list[GroupState]:
+        """For /debug/batches and the metrics."""
+        return [
+            GroupState(
+                rows=len(batch),
+                length=batch.longest,
+                kv_bytes=sum(getattr(layer, "nbytes", 0) for layer in batch.caches),
+                real_bytes=sum(self._loaded.row_bytes(batch.length(row)) for row in batch.rows),
+                every=self._every.get(id(batch), 1),
+            )
+            for batch in self.batches
+        ]

@@ -1,0 +1,404 @@
+"""The engine's main loop: commands in, prefill within its budget, one decode step a due group, steps out.
+
+Owns every row in the engine and the order of an iteration. Runs in the engine process's main thread and is the only
+caller of MLX once it runs. It knows nothing of text and HTTP.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import defaultdict
+from concurrent.futures import Future
+from pathlib import Path
+from time import perf_counter, time
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from server.batching import Batch, Caches, Drawn, Row
+from server.cache_guard import Guard, cache_arrays
+from server.constrain import Grammars, Matcher
+from server.engine import Pulse, Seam
+from server.faults import Faults
+from server.groups import Groups
+from server.messages import (
+    Cancel,
+    Command,
+    Drain,
+    End,
+    Failed,
+    Preempted,
+    Reclaim,
+    Rotate,
+    Snapshot,
+    Start,
+    Started,
+    Steps,
+    Submit,
+)
+from server.model import Loaded
+from server.prefill import ChunkFailed, Prefill
+from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, common_prefix
+from server.pressure import Act, Verb
+from server.residency import Residency
+from server.settings import Settings
+
+IDLE_SECONDS = 1.0
+BUDGET_SHARE = 0.4  # of prefill_stall_ms that one iteration's chunks aim at; the rest is room for a slow chunk
+ALONE_SECONDS = 1.0  # an iteration's chunks while no row decodes: commands are heeded in between
+JOIN_AT_LEAST = 4  # complete prompts that end an iteration's prefill early
+_FATAL = ("resource limit", "unable to allocate", "out of memory", "command buffer", "cudaerror", "device lost")
+
+log = logging.getLogger("marathon.engine")
+
+
+class Wedged(Exception):
+    """The allocator or the device queue can't go on in this process."""
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether MLX's own words say that the process must be replaced."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(sign in text for sign in _FATAL)
+
+
+class Loop:
+    """Owned by the engine's main thread."""
+
+    def __init__(
+        self,
+        seam: Seam,
+        pulse: Pulse,
+        snapshot: Snapshot,
+        start: Start,
+        settings: Settings,
+        loaded: Loaded,
+        residency: Residency,
+        faults: Faults,
+    ) -> None:
+        self._seam, self._pulse, self._snapshot, self._faults = seam, pulse, snapshot, faults
+        self._epoch = start.epoch
+        self._loaded, self._residency = loaded, residency
+        self._guard = Guard(settings.guard, settings.census_steps, snapshot)
+        self._seconds: dict[str, float] = defaultdict(float)
+        snapshot.step_seconds = self._seconds
+        self._prefix = PrefixCache(settings.prefix_cache, snapshot)
+        self._prefill = Prefill(
+            loaded.model, self._guard, on_begin=self._begin, on_chunk=self._chunk_done, on_mark=self._keep_prefix
+        )
+        self._groups = Groups(self._new_batch, loaded, settings.long_group_interval)
+        self._grammars = Grammars(Path(start.model_path), loaded.vocab_size)
+        self._compiling: dict[int, Future[Matcher]] = {}
+        self._budget = settings.prefill_stall_ms / 1000 * BUDGET_SHARE
+        self._rows: dict[int, Row] = {}
+        self._started: list[Started] = []
+        self._shapes: set[tuple[str, int]] = set()
+        self._leaked: list[mx.array] = []
+        self._draining = False
+
+    def _new_batch(self) -> Batch:
+        return Batch(self._loaded.model, self._guard, self._seconds)
+
+    # ------------------------------------------------------------ life
+    def run(self) -> None:
+        """Until `Drain`. Raises Wedged when the process must be replaced at once."""
+        while not self._draining:
+            self._take_commands()
+            if self._rows:
+                self._iterate()
+
+    def close(self) -> None:
+        """Free everything in an order that lets the process exit cleanly: without it MLX may abort at exit."""
+        self._grammars.close()
+        self._rows.clear()
+        self._leaked.clear()
+        self._prefill.readings.clear()
+        self._groups.clear()
+        self._prefix.clear()
+        gc.collect()
+        mx.synchronize()
+        mx.clear_cache()
+        mx.clear_streams()
+
+    def _take_commands(self) -> None:
+        if not self._rows:
+            command = self._seam.receive(IDLE_SECONDS)
+            if command is None:
+                self._residency_turn()
+                return
+            self._obey(command)
+        for command in self._seam.received():
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            self._submit(command)
+        elif isinstance(command, Cancel):
+            self._drop(command.seq)
+        elif isinstance(command, Reclaim):
+            for act in self._reclaim():
+                self._execute(act)
+        elif isinstance(command, Drain):
+            self._draining = True
+
+    # ------------------------------------------------------------ rows in and out
+    def _submit(self, command: Submit) -> None:
+        sequence = command.sequence
+        row = Row(
+            command.seq,
+            sequence,
+            sequence.prompt + command.generated,
+            stops=frozenset(sequence.stop_ids),
+            arrived=perf_counter(),
+        )
+        self._rows[row.seq] = row
+        if command.generated:
+            self._faults.reached("resume")
+        if sequence.grammar is not None:
+            self._compiling[row.seq] = self._grammars.compile(sequence, command.generated)
+        self._prefill.insert(row)
+
+    def _begin(self, row: Row) -> tuple[int, list[int]]:
+        """Caches for a row whose first chunk is next, from the longest prefix that is kept."""
+        found = None if row.sequence.prompt_logprobs else self._prefix.lookup(row.tokens)
+        row.caches, row.cached = found or (self._new_caches(), 0)
+        self._snapshot.prompt_tokens += len(row.sequence.prompt)
+        self._snapshot.cached_tokens += min(row.cached, len(row.sequence.prompt))
+        if not row.sequence.prompt_logprobs:
+            self._started.append(Started(row.seq, min(row.cached, len(row.sequence.prompt))))
+        return row.cached, [*row.sequence.marks, len(row.tokens) - 1]
+
+    def _new_caches(self) -> Caches:
+        caches: Caches = make_prompt_cache(self._loaded.model)
+        return caches
+
+    def _drop(self, seq: int) -> None:
+        """Forget a row wherever it is; a row that is gone already is no news."""
+        row = self._rows.pop(seq, None)
+        if future := self._compiling.pop(seq, None):
+            future.cancel()
+        if row is not None and self._prefill.remove(seq) is None:
+            self._groups.leave([row])
+
+    def _fail(self, row: Row, kind: str, message: str) -> None:
+        log.error("sequence %d ends: %s", row.seq, message)
+        self._drop(row.seq)
+        self._seam.send(Failed(self._epoch, row.seq, kind, message))
+
+    # ------------------------------------------------------------ an iteration
+    def _iterate(self) -> None:
+        try:
+            self._join(self._read_prompts())
+            self._step()
+        except ChunkFailed as failure:
+            self._survive(failure.__cause__ or failure, [failure.row])
+        except Exception as error:
+            self._survive(error, self._groups.stepping)
+        self._residency_turn()
+
+    def _read_prompts(self) -> list[Row]:
+        if not self._prefill.readings:
+            return []
+        self._check_compiled()
+        decoding = self._groups.rows
+        budget = self._budget if decoding else ALONE_SECONDS
+        started = perf_counter()
+        rows = self._prefill.run(budget, self._is_ready, max(JOIN_AT_LEAST, decoding // 2))
+        self._seconds["prefill"] += perf_counter() - started
+        return [row for row in rows if not self._is_complete(row)]
+
+    def _check_compiled(self) -> None:
+        for seq, future in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[seq]
+            row = self._rows[seq]
+            if error := future.exception():
+                self._fail(row, "row", f"the grammar can't be compiled: {error}")
+            else:
+                row.constraint = future.result()
+
+    def _is_ready(self, row: Row) -> bool:
+        return row.seq not in self._compiling
+
+    def _is_complete(self, row: Row) -> bool:
+        """Tell the prompt's logprobs of a row that asked; whether it asked for nothing more."""
+        if row.sequence.prompt_logprobs:
+            self._started.append(Started(row.seq, 0, row.prompt_scores))
+        if row.sequence.max_tokens > row.produced:
+            return False
+        self._publish([], [End(row.seq, "length")])
+        del self._rows[row.seq]
+        return True
+
+    def _chunk_done(self, row: Row, size: int, seconds: float) -> None:
+        self._pulse.beat()
+        self._snapshot.longest_step_seconds = max(self._snapshot.longest_step_seconds, seconds)
+        self._snapshot.first_shape = False
+        if row.rebuilds == 0 and self._faults.spec:
+            self._faults.reached("prefill")
+            self._faults.poisoned("prefill", row.tokens[0], row.produced)
+
+    def _join(self, rows: list[Row]) -> None:
+        if rows:
+            self._groups.join(rows)
+
+    def _step(self) -> None:
+        batches = self._groups.due()
+        if not batches:
+            self._publish([], [])
+            return
+        drawn = []
+        for batch in batches:
+            self._groups.stepping = batch.rows
+            drawn.append(self._step_one(batch))
+        self._groups.stepping = []
+        self._guard.census(*(batch.caches for batch in self._groups.batches))
+        self._deliver(drawn)
+
+    def _step_one(self, batch: Batch) -> Drawn:
+        if self._faults.spec:
+            self._inject(batch)
+        shape = ("step", len(batch))
+        self._snapshot.first_shape = shape not in self._shapes
+        started = perf_counter()
+        news = self._groups.step(batch)
+        seconds = perf_counter() - started
+        self._shapes.add(shape)
+        snapshot = self._snapshot
+        snapshot.first_shape = False
+        snapshot.longest_step_seconds = max(snapshot.longest_step_seconds, seconds)
+        snapshot.steps += 1
+        snapshot.batch_sizes[len(batch)] = snapshot.batch_sizes.get(len(batch), 0) + 1
+        snapshot.generated_tokens += len(news.tokens)
+        snapshot.last_step_time = time()
+        self._pulse.beat()
+        return news
+
+    def _inject(self, batch: Batch) -> None:
+        self._faults.reached("decode")
+        poison = self._faults.poison
+        for row in batch.rows:
+            if row.tokens[0] in poison:
+                self._faults.poisoned("decode", row.tokens[0], batch.produced(row))
+        for _ in range(self._faults.spec.leak):
+            self._leaked.append(mx.array(bytearray(64)))
+
+    def _deliver(self, drawn: list[Drawn]) -> None:
+        ends = [End(row.seq, finish) for news in drawn for row, finish in news.ended]
+        self._publish(drawn, ends)
+        for news in drawn:
+            for row, message in news.failed:
+                self._fail(row, "row", message)
+            gone = [row for row, _ in news.ended]
+            for row in gone:
+                self._rows.pop(row.seq, None)
+            if gone:
+                self._groups.leave(gone, keep=self._prefix.insert if self._prefix.enabled else None)
+
+    def _publish(self, drawn: list[Drawn], ends: list[End]) -> None:
+        started, self._started = self._started, []
+        if len(drawn) == 1 and not (ends or started or drawn[0].logprobs):
+            self._seam.send(Steps(self._epoch, drawn[0].seqs, drawn[0].tokens))
+            return
+        seqs = [seq for news in drawn for seq in news.seqs]
+        if not (seqs or ends or started):
+            return
+        tokens = [token for news in drawn for token in news.tokens]
+        logprobs = {seq: value for news in drawn for seq, value in news.logprobs.items()}
+        self._seam.send(Steps(self._epoch, seqs, tokens, ends, started, logprobs))
+
+    def _keep_prefix(self, row: Row, length: int) -> None:
+        """A snapshot is due. Caches that can be trimmed are kept whole when their row ends; before that a copy pays
+        only if somebody waits who begins alike."""
+        tokens = row.tokens[:length]
+        if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)):
+            self._prefix.insert_copy(tokens, row.caches)
+
+    def _is_awaited(self, tokens: list[int]) -> bool:
+        waiting = (reading.row.tokens for reading in self._prefill.readings if not reading.begun)
+        return any(common_prefix(tokens, others) >= WORTH_KEEPING for others in waiting)
+
+    # ------------------------------------------------------------ faults of the forward pass
+    def _survive(self, error: BaseException, rows: list[Row]) -> None:
+        """Rebuild the rows of a failed forward pass from their tokens: once together, then each alone, then no more.
+
+        Raises Wedged for an error of allocator or device.
+        """
+        if is_fatal(error) or not rows:
+            raise Wedged(f"the device can't go on: {error}") from error
+        log.error("a forward pass of %d rows failed: %s", len(rows), error)
+        for row in self._groups.take(rows):
+            self._prefill.remove(row.seq)
+            row.rebuilds += 1
+            if row.rebuilds > 2:
+                self._fail(row, "row", f"its forward pass fails: {str(error).splitlines()[0]}")
+                continue
+            row.solo = row.rebuilds > 1
+            self._recover(row)
+
+    def _recover(self, row: Row) -> None:
+        row.caches, row.pending, row.adjust, row.score, row.constraint = [], None, None, None, None
+        row.prompt_scores = []
+        if row.sequence.grammar is not None:
+            self._compiling[row.seq] = self._grammars.compile(row.sequence, row.tokens[len(row.sequence.prompt) :])
+        self._prefill.insert(row)
+
+    # ------------------------------------------------------------ residency
+    def _residency_turn(self) -> None:
+        snapshot = self._snapshot
+        snapshot.rows, snapshot.prefilling = self._groups.rows, len(self._prefill)
+        for act in self._residency.tick(self._take_stock):
+            self._execute(act)
+
+    def _take_stock(self) -> int:
+        """Bytes of the KV in use. Called when a reading is due, a few times a second."""
+        snapshot = self._snapshot
+        snapshot.groups = self._groups.state()
+        snapshot.waiting = sum(not reading.begun for reading in self._prefill.readings)
+        arrays = cache_arrays(self._groups.caches() + [r.row.caches for r in self._prefill.readings])
+        return sum(array.nbytes for array in arrays)
+
+    def _execute(self, act: Act) -> None:
+        if act.name == Verb.RECLAIM:
+            for due in self._reclaim(act):
+                self._execute(due)
+        elif act.name == Verb.ROTATE:
+            self._seam.send(Rotate(self._epoch, act.reading, act.threshold, act.reason))
+        elif act.name == Verb.PREEMPT and self._rows:
+            self._preempt(act)
+
+    def _reclaim(self, act: Act | None = None) -> list[Act]:
+        """Free what can be freed without anybody's loss, then read again."""
+        flush = lambda: self._guard.settle(self._groups.caches())  # noqa: E731
+        return self._residency.reclaim(flush, lambda: self._prefix.evict_all("guard"), act)
+
+    def _preempt(self, act: Act) -> None:
+        """The newest row gives its memory back; the oldest never does."""
+        newest = self._rows[max(self._rows)]
+        if len(self._rows) == 1:
+            self._fail(
+                newest, "memory", f"needs more than the memory limit: {act.reading:.0f} of {act.threshold:.0f} bytes"
+            )
+            return
+        self._drop(newest.seq)
+        mx.clear_cache()
+        self._seam.send(Preempted(self._epoch, newest.seq))
+
+
+def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settings: Settings, faults: Faults) -> Loop:
+    """Load the model, announce it, and give the loop that runs it. Raises StartupError."""
+    from server import device, model
+
+    began = perf_counter()
+    if settings.wired_limit:
+        maybe_set_recommended_wired_limit()
+    if settings.pool_limit is not None:
+        mx.set_cache_limit(settings.pool_limit)
+    residency = Residency.open(settings, snapshot)  # before the weights, so that a native counter counts them
+    loaded = model.load(Path(start.model_path), trust_remote_code=settings.trust_remote_code, on_stage=pulse.enter)
+    pulse.enter("serving")
+    seam.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
+    return Loop(seam, pulse, snapshot, start, settings, loaded, residency, faults)

@@ -1,0 +1,226 @@
+"""The model: load it, probe whether and how it batches, and learn what a row costs.
+
+Owns nothing after `load` returns. Runs in the engine process's main thread, before the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from server.cache_guard import cache_arrays
+from server.errors import StartupError
+from server.messages import LayerCost
+
+log = logging.getLogger("marathon.engine")
+
+STEP = 256  # positions by which mlx-lm's caches grow
+_PROBE_LENGTH = 257  # one more than a growth step: tells arrays that grow from arrays that don't
+_NOISE_FACTOR = 16  # batched against alone may differ by so many times what prefill differs from decode
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run, and what the probe found."""
+
+    model: nn.Module
+    config: dict[str, Any]
+    vocab_size: int  # width of the logits
+    context: int
+    weights_bytes: int
+    batching: str  # "batched" or the reason for groups of one
+    row_cost: list[LayerCost]
+    chunk_peak_bytes: int
+    group_bytes: int  # what a step costs before any KV, in bytes of memory traffic: the weights and the overhead
+
+    def row_bytes(self, length: int) -> int:
+        """Bytes of one row's caches at `length` positions."""
+        return sum(cost.bytes(length) for cost in self.row_cost)
+
+    @property
+    def batches(self) -> bool:
+        return self.batching == "batched"
+
+
+def load(path: Path, *, trust_remote_code: bool, on_stage: Callable[[str], None]) -> Loaded:
+    """Load and probe the model in the folder `path`. `on_stage` hears of each stage begun.
+
+    Raises StartupError with one sentence when the folder holds no model that mlx-lm can run.
+    """
+    on_stage("loading")
+    try:
+        model, config = load_model(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise StartupError(f"can't load the model in {path}: {_first_line(error)}") from error
+    on_stage("probing")
+    try:
+        vocab, batching = _probe(model)
+    except Exception as error:
+        raise StartupError(f"the model in {path} loads but doesn't run: {_first_line(error)}") from error
+    if batching != "batched":
+        log.warning("the model runs in groups of one: %s", batching)
+    on_stage("measuring")
+    cost = row_cost(model)
+    peak = _chunk_peak(model)
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    traffic = max(weights, int(_step_seconds(model) * _bandwidth()))
+    mx.clear_cache()
+    return Loaded(model, config, vocab, context_length(config), weights, batching, cost, peak, traffic)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """Positions that the model was made for, from its config.json; 32,768 where it doesn't say."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "model_max_length"):
+            if isinstance(value := part.get(key), int) and value > 0:
+                return value
+    return 32768
+
+
+def quantization(config: dict[str, Any]) -> str:
+    """`"4-bit"`, or the weights' type where they aren't quantised."""
+    found = config.get("quantization") or config.get("quantization_config") or {}
+    if bits := found.get("bits"):
+        return f"{bits}-bit"
+    return str(config.get("torch_dtype") or config.get("dtype") or "none")
+
+
+# ---------------------------------------------------------------- batching
+def _probe(model: nn.Module) -> tuple[int, str]:
+    """Width of the logits, and whether two rows of different lengths give the same logits together and alone."""
+    prompts = [[(7 * i + 3) % 50 + 1 for i in range(5)], [(5 * i + 2) % 50 + 1 for i in range(19)]]
+    alone = [_alone(model, prompt) for prompt in prompts]
+    vocab = int(alone[0].shape[-1])
+    try:
+        together = _together(model, prompts)
+    except Exception as error:  # whatever a model file of somebody's raises
+        return vocab, _first_line(error)
+    noise = max(_distance(_whole(model, prompt), logits) for prompt, logits in zip(prompts, alone, strict=True))
+    spread = max(float(mx.std(logits).item()) for logits in alone)
+    allowed = max(_NOISE_FACTOR * noise, 2e-3 * spread)
+    apart = max(_distance(a, together[i]) for i, a in enumerate(alone))
+    if not apart <= allowed:  # a NaN is not
+        return (
+            vocab,
+            f"batched logits differ from those of a row alone by {apart:.3g}, of which {allowed:.3g} is rounding",
+        )
+    return vocab, "batched"
+
+
+def _alone(model: nn.Module, prompt: list[int]) -> mx.array:
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([prompt[:-1]]), cache=caches), cache_arrays(caches))
+    return _next(model, [prompt[-1]], caches)[0]
+
+
+def _whole(model: nn.Module, prompt: list[int]) -> mx.array:
+    logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1].astype(mx.float32)
+    mx.eval(logits)
+    return logits
+
+
+def _next(model: nn.Module, tokens: list[int], caches: list[Any]) -> mx.array:
+    logits = model(mx.array(tokens)[:, None], cache=caches)[:, -1].astype(mx.float32)
+    mx.eval(logits, cache_arrays(caches))
+    return logits
+
+
+def _together(model: nn.Module, prompts: list[list[int]]) -> mx.array:
+    singles = []
+    for prompt in prompts:
+        caches = make_prompt_cache(model)
+        mx.eval(model(mx.array([prompt[:-1]]), cache=caches), cache_arrays(caches))
+        singles.append(caches)
+    merged = [layers[0].merge(list(layers)) for layers in zip(*singles, strict=True)]
+    logits = _next(model, [prompt[-1] for prompt in prompts], merged)
+    for layer in merged:  # the ways out of a batch must exist as well
+        layer.extend(layer.extract(0).merge([layer.extract(0)]))
+        layer.filter(mx.array([0]))
+    mx.eval(cache_arrays(merged))
+    return logits
+
+
+def _distance(a: mx.array, b: mx.array) -> float:
+    return float(mx.max(mx.abs(a - b)).item())
+
+
+# ---------------------------------------------------------------- cost
+def row_cost(model: nn.Module) -> list[LayerCost]:
+    """What each cache array of one row takes, from prefills of 1 and 257 tokens: an array whose shape grew holds
+    positions; one that a `max_size` caps stops there; the rest is constant."""
+    short, long = _prefilled(model, 1), _prefilled(model, _PROBE_LENGTH)
+    costs = []
+    for (before, _), (after, cap) in zip(_arrays(short), _arrays(long), strict=False):
+        axis = next((i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=False)) if a != b), None)
+        if axis is None:
+            costs.append(LayerCost(after.nbytes, 0))
+        else:
+            costs.append(LayerCost(0, after.nbytes // after.shape[axis], STEP, cap))
+    return costs
+
+
+def _prefilled(model: nn.Module, length: int) -> list[Any]:
+    caches = make_prompt_cache(model)
+    model(mx.array([[i % 50 + 1 for i in range(length)]]), cache=caches)
+    mx.eval(cache_arrays(caches))
+    return caches
+
+
+def _arrays(caches: list[Any]) -> list[tuple[mx.array, int]]:
+    """Each array with the cap on its positions, that of the innermost cache that has one."""
+    found: list[tuple[mx.array, int]] = []
+    for cache in caches:
+        for part in getattr(cache, "caches", None) or [cache]:
+            cap = getattr(part, "max_size", 0) or getattr(part, "chunk_size", 0) or 0
+            found += [(array, cap) for array in cache_arrays([part])]
+    return found
+
+
+def _chunk_peak(model: nn.Module, length: int = 512) -> int:
+    """Bytes that a prefill chunk needs beyond what it leaves behind."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    caches = _prefilled(model, length)
+    kept = mx.get_active_memory() - before
+    peak = mx.get_peak_memory() - before
+    del caches
+    return max(0, peak - kept)
+
+
+# ---------------------------------------------------------------- speed
+def _step_seconds(model: nn.Module) -> float:
+    """Best time of a lone decode step on a short context."""
+    caches = _prefilled(model, 8)
+    times = []
+    for _ in range(4):
+        started = perf_counter()
+        _next(model, [1], caches)
+        times.append(perf_counter() - started)
+    return min(times)
+
+
+def _bandwidth(size: int = 1 << 25) -> float:
+    """Bytes a second that a copy moves, reads and writes counted."""
+    source = mx.zeros((size,), dtype=mx.uint8)
+    mx.eval(source)
+    times = []
+    for _ in range(3):
+        started = perf_counter()
+        mx.eval(source + 1)
+        times.append(perf_counter() - started)
+    return 2 * size / min(times)

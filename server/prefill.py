@@ -1,0 +1,216 @@
+"""Reading prompts: one sequence at a time, in chunks, within a budget of time.
+
+Owns the sequences whose prompt isn't read yet and the pace at which chunks of them run. Runs in the engine process's
+main thread. It never samples: the last token of a sequence goes through the decode lane.
+
+Chunk lengths come from a short fixed list, so that the buffer pool meets few sizes; only the last chunk of a
+sequence has any length. How many fit a budget is learned from the chunks before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+import mlx.core as mx
+
+from server.batching import Model, Row
+from server.cache_guard import Guard, cache_arrays
+from server.messages import TokenLogprobs
+from server.sampling import top_candidates
+
+CHUNKS = (2048, 1024, 512, 256, 128, 64)
+_MEMORY = 0.5  # weight of the newest measurement of the pace
+_SHORT_SHARE = 0.5  # share of a budget that short prompts may take before the oldest gets its turn
+
+
+class ChunkFailed(Exception):
+    """The forward pass of one sequence's chunk failed; the cause says why."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(f"a prefill chunk of sequence {row.seq} failed")
+        self.row = row
+
+
+class Reading:
+    """One sequence whose tokens are being read into its own single caches."""
+
+    __slots__ = ("begun", "done", "pace", "row", "snapshot_at")
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.begun = False
+        self.done = 0  # tokens that the caches hold
+        self.pace: float | None = None  # seconds a token of its newest chunk; grows with the length
+        self.snapshot_at: list[int] = []  # lengths at which a chunk must end
+
+    def begin(self, done: int, snapshot_at: list[int]) -> None:
+        """The caches are there and hold `done` tokens."""
+        self.begun, self.done = True, done
+        self.snapshot_at = [mark for mark in snapshot_at if done < mark <= self.goal]
+
+    @property
+    def complete(self) -> bool:
+        return self.begun and self.left == 0
+
+    @property
+    def goal(self) -> int:
+        """All tokens but the last."""
+        return len(self.row.tokens) - 1
+
+    @property
+    def left(self) -> int:
+        return self.goal - self.done
+
+    def next_stop(self) -> int:
+        """How many tokens the next chunk may have at the most."""
+        return (self.snapshot_at[0] if self.snapshot_at else self.goal) - self.done
+
+
+class Pace:
+    """Seconds a token by chunk length, learned online."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def learn(self, size: int, seconds: float) -> None:
+        size = next((s for s in reversed(CHUNKS) if s >= size), CHUNKS[0])
+        rate = seconds / size
+        before = self._seconds.get(size)
+        self._seconds[size] = rate if before is None else before + _MEMORY * (rate - before)
+
+    def seconds(self, size: int) -> float | None:
+        """Expected time of a chunk, from the nearest length measured; None before the first."""
+        if not self._seconds:
+            return None
+        nearest = min(self._seconds, key=lambda known: abs(known.bit_length() - size.bit_length()))
+        return self._seconds[nearest] * size
+
+
+class Prefill:
+    """The sequences being read, in order of arrival. Owned by the loop."""
+
+    def __init__(
+        self,
+        model: Model,
+        guard: Guard,
+        *,
+        on_begin: Callable[[Row], tuple[int, list[int]]],
+        on_chunk: Callable[[Row, int, float], None],
+        on_mark: Callable[[Row, int], None],
+    ) -> None:
+        """`on_begin(row)` before a sequence's first chunk: gives it caches and says how many tokens they hold and at
+        which lengths a snapshot is due; `on_mark(row, length)` when one is; `on_chunk(row, tokens, seconds)` after
+        each chunk."""
+        self._model = model
+        self._guard = guard
+        self._on_begin = on_begin
+        self._on_chunk = on_chunk
+        self._on_mark = on_mark
+        self._pace = Pace()
+        self.readings: list[Reading] = []
+
+    def __len__(self) -> int:
+        return len(self.readings)
+
+    def insert(self, row: Row) -> None:
+        """A new sequence, behind the others."""
+        self.readings.append(Reading(row))
+
+    def remove(self, seq: int) -> Row | None:
+        """Take a sequence out, read or not."""
+        for reading in self.readings:
+            if reading.row.seq == seq:
+                self.readings.remove(reading)
+                return reading.row
+        return None
+
+    def run(self, budget: float | None, ready: Callable[[Row], bool], enough: int) -> list[Row]:
+        """Read chunks until `budget` seconds are spent (None: no limit) or `enough` sequences are complete.
+
+        At least one chunk runs, so that every call makes progress. `ready(row)`: whether a row that is read may join.
+        Returns the rows to join, which leave this object.
+        """
+        started, chunks = perf_counter(), 0
+        for reading in self._turns(budget):
+            if not reading.begun:
+                reading.begin(*self._on_begin(reading.row))
+            if reading.left:
+                left = None if budget is None else budget - (perf_counter() - started)
+                size = self._size(reading, left)
+                if chunks and left is not None and (self._expected(reading, size) or 0.0) > left:
+                    break
+                self._chunk(reading, size)
+                chunks += 1
+            if sum(r.complete for r in self.readings) >= enough:
+                break
+        finished = [r for r in self.readings if r.complete and ready(r.row)]
+        self.readings = [r for r in self.readings if r not in finished]
+        return [r.row for r in finished]
+
+    def _turns(self, budget: float | None) -> Iterator[Reading]:
+        """Whose chunk is next: the shortest rest first, and from half of the budget on the oldest."""
+        started = perf_counter()
+        while waiting := [r for r in self.readings if not r.complete]:
+            spent = perf_counter() - started
+            if budget is not None and spent > _SHORT_SHARE * budget:
+                yield waiting[0]
+            else:
+                yield min(waiting, key=lambda r: r.left)
+
+    def _expected(self, reading: Reading, size: int) -> float | None:
+        known = self._pace.seconds(size)
+        if known is None or reading.pace is None:
+            return known
+        return max(known, reading.pace * size)
+
+    def _size(self, reading: Reading, left: float | None) -> int:
+        limit = CHUNKS[0]
+        if left is not None:
+            fits = [size for size in CHUNKS if (self._expected(reading, size) or 0) <= left]
+            unknown = self._pace.seconds(CHUNKS[-1]) is None
+            limit = CHUNKS[-1] if unknown or not fits else fits[0]
+        return self._cut(reading, limit)
+
+    @staticmethod
+    def _cut(reading: Reading, limit: int) -> int:
+        stop = reading.next_stop()
+        if stop <= limit:
+            return stop
+        return next(size for size in CHUNKS if size <= limit)
+
+    def _chunk(self, reading: Reading, size: int) -> None:
+        row, started = reading.row, perf_counter()
+        try:
+            self._forward(row, row.tokens[reading.done : reading.done + size + 1])
+        except Exception as error:
+            raise ChunkFailed(row) from error
+        reading.done += size
+        seconds = perf_counter() - started
+        reading.pace = seconds / size
+        self._pace.learn(size, seconds)
+        self._on_chunk(row, size, seconds)
+        if reading.snapshot_at and reading.done == reading.snapshot_at[0]:
+            self._on_mark(row, reading.snapshot_at.pop(0))
+
+    def _forward(self, row: Row, tokens: list[int]) -> None:
+        """Read all of `tokens` but the last, which is only there to be scored."""
+        logits = self._model(mx.array([tokens[:-1]]), cache=row.caches)
+        if row.sequence.prompt_logprobs:
+            row.prompt_scores += _scores(logits[0], tokens[1:], row.sequence.logprobs)
+        del logits  # else never evaluated: the head over a whole chunk costs hundreds of MB
+        if self._guard.enabled:
+            mx.eval(cache_arrays(row.caches))
+        else:
+            mx.eval([layer.state for layer in row.caches])
+
+
+def _scores(logits: mx.array, targets: list[int], alternatives: int) -> list[TokenLogprobs]:
+    """Logprobs of `targets` under `logits` [L, V], with the best alternatives."""
+    logits = logits.astype(mx.float32)
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    own = (mx.take_along_axis(logits, mx.array(targets)[:, None], axis=-1) - total)[:, 0]
+    width = min(1 << (max(1, alternatives) - 1).bit_length(), logits.shape[-1])
+    best, ids = top_candidates(logits, width)
+    columns = zip(own.tolist(), ids.tolist(), (best - total).tolist(), strict=True)
+    return [TokenLogprobs(o, list(zip(i, b, strict=True))[: max(0, alternatives)]) for o, i, b in columns]

@@ -1,0 +1,166 @@
+"""KV of earlier prompts, kept so that a new one need only read what it adds.
+
+Owns the kept entries: token ids, compacted single caches, the bytes that these really pin. Runs in the engine
+process's main thread. Caches that can be trimmed serve any common prefix; the others (recurrent states, windows that
+have rotated) serve only prompts that begin with the whole entry.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
+
+from server.cache_guard import cache_arrays, compact
+from server.messages import Snapshot
+
+WORTH_KEEPING = 32  # shorter prefixes are quicker read than found
+
+Caches = list[Any]
+
+
+def can_trim(caches: Caches) -> bool:
+    """Whether every layer can forget its newest positions."""
+    return bool(can_trim_prompt_cache(caches))
+
+
+def common_prefix(a: list[int] | np.ndarray[Any, Any], b: list[int] | np.ndarray[Any, Any]) -> int:
+    """How many leading ids are equal."""
+    size = min(len(a), len(b))
+    differ = np.asarray(a[:size]) != np.asarray(b[:size])
+    return int(differ.argmax()) if differ.any() else size
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    tokens: np.ndarray[Any, Any]  # int64
+    caches: Caches
+    pinned: int  # bytes
+    trims: bool
+
+
+class PrefixCache:
+    """Least recently used entries go first. Owned by the loop."""
+
+    def __init__(self, budget: int, snapshot: Snapshot) -> None:
+        """`budget` in bytes; 0 switches it off."""
+        self._budget, self._snapshot = budget, snapshot
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def enabled(self) -> bool:
+        return self._budget > 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # ------------------------------------------------------------ use
+    def lookup(self, tokens: list[int]) -> tuple[Caches, int] | None:
+        """Caches of one's own that hold the longest kept prefix of `tokens` (all but the last at the most), and its
+        length; None when there is nothing worth it."""
+        if not self.enabled:
+            return None
+        wanted = np.array(tokens[:-1], dtype=np.int64)
+        key, usable = self._best(wanted)
+        self._count("miss" if key is None else "hit" if usable == len(wanted) else "partial")
+        if key is None:
+            return None
+        self._entries.move_to_end(key)
+        entry = self._entries[key]
+        caches = copy.deepcopy(entry.caches)  # arrays are shared until written to; the objects are the row's own
+        if usable < len(entry.tokens):
+            for layer in caches:
+                layer.trim(len(entry.tokens) - usable)
+        return caches, usable
+
+    def _best(self, wanted: np.ndarray[Any, Any]) -> tuple[bytes | None, int]:
+        best: tuple[bytes | None, int] = (None, WORTH_KEEPING - 1)
+        for key, entry in self._entries.items():
+            shared = common_prefix(entry.tokens, wanted)
+            usable = shared if entry.trims or shared == len(entry.tokens) else 0
+            if usable > best[1]:
+                best = key, usable
+        return best
+
+    def _count(self, result: str) -> None:
+        lookups = self._snapshot.prefix_lookups
+        lookups[result] = lookups.get(result, 0) + 1
+
+    # ------------------------------------------------------------ keep
+    def insert_copy(self, tokens: list[int], caches: Caches) -> None:
+        """Keep a copy of caches that go on being used."""
+        if self._is_worth(tokens):
+            self.insert(tokens, copy.deepcopy(caches))
+
+    def insert(self, tokens: list[int], caches: Caches) -> None:
+        """Keep caches that hold exactly `tokens`; they belong to the entry from now on."""
+        if not self._is_worth(tokens):
+            return
+        _cut_spare(caches)
+        pinned = compact(caches)
+        entry = _Entry(np.array(tokens, dtype=np.int64), caches, pinned, can_trim(caches))
+        key = entry.tokens.tobytes()
+        self._drop(key)
+        if entry.trims:
+            self._drop_prefixes(entry)
+        self._entries[key] = entry
+        self._bytes += pinned
+        while self._bytes > self._budget and self._entries:
+            self._evict("bytes")
+        self._report()
+
+    def _is_worth(self, tokens: list[int]) -> bool:
+        return self.enabled and len(tokens) >= WORTH_KEEPING
+
+    def _drop_prefixes(self, new: _Entry) -> None:
+        """Entries that the new one can stand in for."""
+        for key, entry in list(self._entries.items()):
+            if entry.trims and common_prefix(entry.tokens, new.tokens) == len(entry.tokens):
+                self._drop(key)
+
+    # ------------------------------------------------------------ let go
+    def _drop(self, key: bytes) -> None:
+        if entry := self._entries.pop(key, None):
+            self._bytes -= entry.pinned
+
+    def _evict(self, reason: str) -> None:
+        self._drop(next(iter(self._entries)))
+        evictions = self._snapshot.prefix_evictions
+        evictions[reason] = evictions.get(reason, 0) + 1
+
+    def evict_all(self, reason: str) -> int:
+        """Under pressure; how many entries there were to let go."""
+        count = len(self._entries)
+        while self._entries:
+            self._evict(reason)
+        self._report()
+        return count
+
+    def clear(self) -> None:
+        """At the end of the process."""
+        self._entries.clear()
+        self._bytes = 0
+
+    def pinned(self) -> list[tuple[int, int]]:
+        """(bytes really pinned, bytes of the arrays) of each entry, for tests and /debug."""
+        return [(e.pinned, sum(a.nbytes for a in cache_arrays(e.caches))) for e in self._entries.values()]
+
+    def _report(self) -> None:
+        self._snapshot.prefix_entries = len(self._entries)
+        self._snapshot.kv_cached_bytes = self._bytes
+        self._snapshot.kv_cached_tokens = sum(len(entry.tokens) for entry in self._entries.values())
+
+
+def _cut_spare(caches: Caches) -> None:
+    """mlx-lm's growing cache keeps room for the next positions; an entry needs none."""
+    for layer in caches:
+        for part in getattr(layer, "caches", None) or [layer]:
+            if type(part) is KVCache and part.keys is not None and part.keys.shape[2] > part.offset:
+                part.keys = mx.contiguous(part.keys[..., : part.offset, :])
+                part.values = mx.contiguous(part.values[..., : part.offset, :])
