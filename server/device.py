@@ -44,7 +44,7 @@ def announce(epoch: int, loaded: Loaded, residency: Residency, seconds: float) -
         model_type=str(loaded.config.get("model_type", "unknown")),
         quantization=quantization(loaded.config),
         device=name(),
-        mlx=mx.__version__,
+        mlx=version("mlx"),
         mlx_lm=version("mlx-lm"),
         load_seconds=seconds,
         live_source=source.name,
@@ -67,7 +67,7 @@ def facts(settings: Settings) -> dict[str, Any]:
         "memory_limit_bytes": residency.memory_limit,
         "buffer_limit": source.limit,
         "live_buffers": source.name if source.name != "off" else f"off: {source.reason}",
-        "mlx": mx.__version__,
+        "mlx": version("mlx"),
         "mlx_lm": version("mlx-lm"),
     }
 

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from server.batching import Batch, Caches, Drawn, Row
-from server.cache_guard import Guard, cache_arrays
+from server.cache_guard import Guard, cache_arrays, settle
 from server.constrain import Grammars, Matcher
 from server.engine import Pulse, Seam
 from server.faults import Faults
@@ -284,7 +284,7 @@ class Loop:
             if row.tokens[0] in poison:
                 self._faults.poisoned("decode", row.tokens[0], batch.produced(row))
         for _ in range(self._faults.spec.leak):
-            self._leaked.append(mx.array(bytearray(64)))
+            self._leaked.append(mx.array([0] * 64))
 
     def _deliver(self, drawn: list[Drawn]) -> None:
         ends = [End(row.seq, finish) for news in drawn for row, finish in news.ended]
@@ -372,7 +372,10 @@ class Loop:
 
     def _reclaim(self, act: Act | None = None) -> list[Act]:
         """Free what can be freed without anybody's loss, then read again."""
-        flush = lambda: self._guard.settle(self._groups.caches())  # noqa: E731
+
+        def flush() -> None:  # also with the guard off: what is evaluated here is memory won back
+            settle(self._groups.caches())
+
         return self._residency.reclaim(flush, lambda: self._prefix.evict_all("guard"), act)
 
     def _preempt(self, act: Act) -> None:

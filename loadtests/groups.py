@@ -1,0 +1,133 @@
+"""One long row beside eight short ones, in process: what an iteration costs, and what its caches hold.
+
+`python -m loadtests.groups --model FOLDER` measures the engine's own batches (`server.groups`, `server.batching`)
+without HTTP and prints its rounds as JSON; `loadtests.speed` holds them to their bars. Blocks of steps of the four
+arrangements follow each other in random order; an iteration's time is the median of its block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from server.batching import Batch, Caches, Row
+from server.cache_guard import Guard, cache_arrays
+from server.groups import Groups
+from server.messages import Sampling, Sequence, Snapshot
+from server.model import Loaded, load
+
+LONG, SHORT, SHORTS = 20_000, 64, 8
+CHUNK = 2048
+STEPS = 24  # iterations a block
+
+
+class Arrangements:
+    """Freshly arranged rows on one model; the long row's prompt is read once and its caches are copied."""
+
+    def __init__(self, loaded: Loaded, long: int) -> None:
+        self._loaded = loaded
+        self._guard = Guard(True, 256, Snapshot())
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._read = {length: self._prefill(length) for length in (long, SHORT)}
+        self._long = long
+
+    def _prefill(self, length: int) -> Caches:
+        """Caches that hold all of a prompt but its last token, as the engine's prefill leaves them."""
+        caches: Caches = make_prompt_cache(self._loaded.model)
+        tokens = mx.array([self._prompt(length)[:-1]])
+        for first in range(0, length - 1, CHUNK):
+            self._loaded.model(tokens[:, first : first + CHUNK], cache=caches)
+            mx.eval(cache_arrays(caches))
+        return caches
+
+    def _prompt(self, length: int) -> list[int]:
+        return random.Random(length).choices(range(10, self._loaded.vocab_size - 10), k=length)
+
+    def rows(self, *, long: bool, short: bool) -> list[Row]:
+        lengths = [self._long] * long + [SHORT] * (SHORTS * short)
+        return [self._row(seq, length) for seq, length in enumerate(lengths)]
+
+    def _row(self, seq: int, length: int) -> Row:
+        sequence = Sequence(self._prompt(length), Sampling(seed=seq, temperature=0), 1 << 20)
+        return Row(seq, sequence, list(sequence.prompt), copy.deepcopy(self._read[length]))
+
+    def new_batch(self) -> Batch:
+        return Batch(self._loaded.model, self._guard, self._seconds)
+
+    def grouped(self, rows: list[Row]) -> Groups:
+        """Every group is stepped in every iteration, so that iterations compare."""
+        groups = Groups(self.new_batch, self._loaded, 1)
+        groups.join(rows)
+        return groups
+
+    def held(self, batches: list[Batch]) -> int:
+        """Bytes of the KV of some batches."""
+        return sum(array.nbytes for batch in batches for array in cache_arrays(batch.caches))
+
+    def own(self, rows: list[Row]) -> int:
+        """Bytes that the rows would hold each alone."""
+        return sum(self._loaded.row_bytes(row.length) for row in rows)
+
+
+def iteration(groups: Groups) -> None:
+    for batch in groups.due():
+        groups.step(batch)
+
+
+def block(step: Callable[[], object], steps: int) -> float:
+    """Median seconds of a step; the first two settle."""
+    times = []
+    for _ in range(steps + 2):
+        started = perf_counter()
+        step()
+        times.append(perf_counter() - started)
+    return median(times[2:])
+
+
+def measure(arranged: Arrangements, order: random.Random, steps: int) -> dict[str, float]:
+    """One round."""
+    found: dict[str, float] = {}
+    for name in order.sample(["together", "short", "long", "padded"], 4):
+        rows = arranged.rows(long=name != "short", short=name != "long")
+        if name == "padded":
+            batch = arranged.new_batch()
+            batch.join(rows)
+            found[name], found["held_padded"] = block(batch.step, steps), arranged.held([batch])
+            continue
+        groups = arranged.grouped(rows)
+        found[name] = block(partial(iteration, groups), steps)
+        if name == "together":
+            own = sum(state.real_bytes for state in groups.state())
+            found |= {"held": arranged.held(groups.batches), "own": own, "groups": len(groups.batches)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="an MLX model folder")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--long", type=int, default=LONG, help="tokens of the long row")
+    parser.add_argument("--steps", type=int, default=STEPS, help="iterations a block")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    loaded = load(arguments.model, trust_remote_code=False, on_stage=lambda stage: print(stage, file=sys.stderr))
+    arranged = Arrangements(loaded, arguments.long)
+    order = random.Random(arguments.seed)
+    measure(arranged, order, arguments.steps)  # warms up
+    print(json.dumps([measure(arranged, order, arguments.steps) for _ in range(arguments.rounds)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""May this sequence start, wait, or never fit? Arithmetic only.
+
+Owns the numbers: what a row costs, what an engine can hold, how long answers usually get. No I/O, no clock, no
+messages to anybody; any thread. Who asks when, and what happens to those that wait, is the supervisor's business.
+
+A request doesn't reserve its max_tokens: most answers are far shorter. Room is planned for the length that answers
+have had lately, and preemption covers what that leaves open. Memory that the engine can free by itself (the buffer
+pool, idle prefixes) is never counted against anybody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from server import messages
+from server.errors import ContextLengthExceeded, ExceedsMemory
+
+GROWTH = 256  # positions by which caches grow
+CALM_SECONDS = 10.0  # of calm before a preempted row may come back
+_CLOSED = frozenset({"hold", "rotate"})
+
+
+class Capacity:
+    """What one engine can hold, from its `Ready` and the settings."""
+
+    def __init__(self, ready: messages.Ready, context: int | None, max_rows: int) -> None:
+        self.context = min(ready.context, context or ready.context)
+        self.max_rows = max_rows
+        self.limit = ready.memory_limit  # 0: unknown, then memory refuses nobody
+        self.fixed = ready.weights_bytes + ready.chunk_peak_bytes
+        self._layers = Counter(ready.row_cost)
+
+    def cost(self, length: int) -> int:
+        """Bytes of all caches of a row with `length` positions."""
+        return sum(_bytes(layer, length) * times for layer, times in self._layers.items())
+
+    def largest(self, length: int) -> int:
+        """Bytes of its largest cache array: joining and growing copy one at a time."""
+        return max((_bytes(layer, length) for layer in self._layers), default=0)
+
+    def alone(self, length: int) -> int:
+        """Bytes that the engine needs with this row as its only one."""
+        return self.fixed + self.cost(length) + self.largest(length)
+
+    def check(self, sequence: messages.Sequence) -> None:
+        """Raises ContextLengthExceeded or ExceedsMemory for a sequence that could never run."""
+        length = len(sequence.prompt) + 1
+        if length > self.context:
+            raise ContextLengthExceeded(
+                f"The prompt has {len(sequence.prompt)} tokens, but the context of {self.context} tokens has to hold "
+                "it and at least one token of the answer."
+            )
+        if self.limit and self.alone(length) > self.limit:
+            raise ExceedsMemory(
+                f"A prompt of {len(sequence.prompt)} tokens needs {self.alone(length)} bytes, weights included; the "
+                f"memory limit is {self.limit} bytes."
+            )
+
+
+def _bytes(layer: messages.LayerCost, length: int) -> int:
+    positions = -(-length // layer.step) * layer.step
+    return layer.constant + layer.per_position * (min(positions, layer.cap) if layer.cap else positions)
+
+
+class Outlook:
+    """How long answers usually get: a running mean, pulled up at once by a row that had to give its memory back."""
+
+    def __init__(self) -> None:
+        self.typical = float(GROWTH)
+
+    def finished(self, tokens: int) -> None:
+        self.typical += (tokens - self.typical) / 8
+
+    def preempted(self, tokens: int) -> None:
+        self.typical = max(self.typical, float(tokens + GROWTH))
+
+    def length(self, sequence: messages.Sequence, generated: int) -> int:
+        """Positions to plan for."""
+        return len(sequence.prompt) + max(generated + 1, min(sequence.max_tokens, round(self.typical)))
+
+
+class Room:
+    """What is left at one moment for further rows. Made for one round of admissions, then dropped.
+
+    Args:
+        lengths: planned positions of the rows that run.
+        pressure: of the newest snapshot.
+        calm: seconds since pressure was last anything else than calm.
+        padding: bytes that the groups hold by the bytes that their rows need.
+    """
+
+    def __init__(
+        self, capacity: Capacity, lengths: Iterable[int], *, pressure: str = "calm", calm: float = 0, padding: float = 1
+    ) -> None:
+        self._capacity = capacity
+        self._pressure = pressure
+        self._calm = calm
+        self._padding = max(padding, 1.0)
+        self._rows = self._bytes = self._copies = 0
+        for length in lengths:
+            self.take(length)
+
+    def take(self, length: int) -> None:
+        """A row of `length` planned positions starts."""
+        self._rows += 1
+        self._bytes += self._capacity.cost(length)
+        self._copies += self._capacity.largest(length)
+
+    def admits_new(self, length: int) -> bool:
+        """A sequence that never ran. With nothing else running it may always start: somebody has to move."""
+        return self._rows == 0 or (self._pressure not in _CLOSED and self.holds(length))
+
+    def admits_preempted(self, length: int) -> bool:
+        """One that gave its memory back; `length` is what it has."""
+        return self._rows == 0 or (
+            self._pressure == "calm" and self._calm >= CALM_SECONDS and self.holds(length + GROWTH)
+        )
+
+    def holds(self, length: int) -> bool:
+        """Rows and bytes allow it, whatever the pressure."""
+        if self._rows >= self._capacity.max_rows:
+            return False
+        if self._rows == 0 or not self._capacity.limit:
+            return True
+        rows = (self._bytes + self._capacity.cost(length)) * self._padding
+        copies = self._copies + self._capacity.largest(length)
+        return self._capacity.fixed + rows + copies <= self._capacity.limit

@@ -1,0 +1,214 @@
+"""How near a resource is to its end, and what is due about it: arithmetic, no device.
+
+Owns the slope of a quantity over tokens and the state machine calm → reclaim → hold → rotate. Runs in the engine's
+main thread. Never touches MLX and never acts: it returns what is due, and the loop does it.
+
+The order is always the same: whatever rises above calm asks for a reclaim first, and only a reading taken straight
+after one may hold, preempt or rotate. So no guard refuses on what the server itself can free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+HYSTERESIS = 0.05  # a level is left this far below the ratio at which it was entered
+RECLAIM_SECONDS = 10.0  # while a level lasts, reclaim is tried again so often
+RETRY_SECONDS = 1.0  # and so often while a reading is above the level, or at the last one
+ROTATE_READINGS = 2  # settled readings above the last rung before the engine is replaced
+
+
+class Level(IntEnum):
+    CALM = 0
+    RECLAIM = 1
+    HOLD = 2
+    ROTATE = 3
+
+
+class Verb(StrEnum):
+    RECLAIM = "reclaim"  # evaluate everything, drop the pool, evict idle prefixes, read again
+    HOLD = "hold"  # admit nothing new
+    PREEMPT = "preempt"  # the newest row gives its memory back
+    ROTATE = "rotate"  # replace the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Rungs:
+    """Ratios of the limit at which a level is entered."""
+
+    reclaim: float
+    hold: float
+    rotate: float
+
+    def level(self, ratio: float, current: Level) -> Level:
+        for level, rung in ((Level.ROTATE, self.rotate), (Level.HOLD, self.hold), (Level.RECLAIM, self.reclaim)):
+            if ratio >= rung - (HYSTERESIS if level <= current else 0):
+                return level
+        return Level.CALM
+
+    def at(self, level: Level) -> float:
+        return (0.0, self.reclaim, self.hold, self.rotate)[level]
+
+
+BUFFERS = "buffers"
+BYTES = "bytes"
+RUNGS = {BUFFERS: Rungs(0.75, 0.85, 0.92), BYTES: Rungs(0.80, 0.90, 0.95)}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A settled reading of one resource. `rising`: its slope is positive beyond doubt."""
+
+    resource: str
+    value: float
+    limit: float
+    rising: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What is due, and why."""
+
+    name: Verb
+    resource: str
+    reading: float
+    threshold: float
+
+    @property
+    def reason(self) -> str:
+        return f"{self.reading:,.0f} {self.resource} in use, and {self.name} is due from {self.threshold:,.0f}"
+
+
+class Pressure:
+    """The level of each resource. Owned by Residency."""
+
+    def __init__(self, now: float) -> None:
+        self._ladders = {resource: _Ladder(resource, rungs) for resource, rungs in RUNGS.items()}
+        self._calm_since = now
+
+    @property
+    def level(self) -> Level:
+        return max(ladder.level for ladder in self._ladders.values())
+
+    @property
+    def admits(self) -> bool:
+        """Whether something new may start."""
+        return self.level < Level.HOLD
+
+    def calm_seconds(self, now: float) -> float:
+        """How long all has been calm; 0 while it isn't."""
+        return now - self._calm_since if self.level == Level.CALM else 0.0
+
+    def judge(self, readings: Iterable[Reading], now: float, *, reclaimed: bool = False) -> list[Act]:
+        """Acts that are due. `reclaimed`: the readings were taken straight after a reclaim; then none is asked for."""
+        ladders = [(self._ladders[reading.resource], reading) for reading in readings]
+        acts = [ladder.act(reading) if reclaimed else ladder.ask(reading, now) for ladder, reading in ladders]
+        if self.level != Level.CALM:
+            self._calm_since = now
+        due = [act for act in acts if act]
+        return due if reclaimed else due[:1]  # one reclaim serves all
+
+
+class _Ladder:
+    """One resource's level."""
+
+    def __init__(self, resource: str, rungs: Rungs) -> None:
+        self.level = Level.CALM
+        self._resource, self._rungs = resource, rungs
+        self._asked = -math.inf  # when a reclaim was last asked for
+        self._above = 0  # readings in a row above the last rung, each after a reclaim
+
+    def ask(self, reading: Reading, now: float) -> Act | None:
+        """Falls at once. A rise, and a level that lasts, asks for a reclaim."""
+        wanted = self._rungs.level(reading.value / reading.limit, self.level)
+        wait = RETRY_SECONDS if wanted > self.level or wanted == Level.ROTATE else RECLAIM_SECONDS
+        self.level = max(min(wanted, self.level), min(wanted, Level.RECLAIM))
+        if wanted == Level.CALM or now - self._asked < wait:
+            return None
+        self._asked = now
+        return self._due(Verb.RECLAIM, reading, wanted)
+
+    def act(self, reading: Reading) -> Act | None:
+        """What is left to do after a reclaim."""
+        before, ratio = self.level, reading.value / reading.limit
+        self._above = self._above + 1 if ratio >= self._rungs.rotate else 0
+        self.level = self._rungs.level(ratio, before)
+        if self._resource == BYTES:
+            if self._above:
+                return self._due(Verb.PREEMPT, reading, Level.ROTATE)
+        elif self.level == Level.ROTATE > before:
+            if self._above >= ROTATE_READINGS and reading.rising:
+                return self._due(Verb.ROTATE, reading, Level.ROTATE)
+            self.level = Level.HOLD
+        return self._due(Verb.HOLD, reading, Level.HOLD) if self.level >= Level.HOLD > before else None
+
+    def _due(self, name: Verb, reading: Reading, level: Level) -> Act:
+        return Act(name, self._resource, reading.value, self._rungs.at(level) * reading.limit)
+
+
+# ---------------------------------------------------------------- the slope
+MIN_POINTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A least-squares slope and the half-width of its 95 % interval."""
+
+    slope: float
+    half_width: float
+
+    @property
+    def rising(self) -> bool:
+        return self.slope > self.half_width
+
+    def exhaustion(self, room: float) -> float:
+        """Tokens until the room is used up; infinite while the interval doesn't lie above zero."""
+        return max(0.0, room) / self.slope if self.rising else math.inf
+
+
+class Slope:
+    """How a quantity grows with tokens, over a window of readings.
+
+    Readings closer than `spacing` to the last one kept are passed over, so that the window is long in tokens and
+    short in points.
+    """
+
+    def __init__(self, points: int = 240, spacing: float = 64) -> None:
+        self._points: deque[tuple[float, float, float]] = deque(maxlen=points)
+        self._spacing = spacing
+        self.fit: Fit | None = None  # none while there are too few points to tell
+
+    def add(self, tokens: float, value: float, now: float) -> None:
+        if not self._points or tokens - self._points[-1][0] >= self._spacing:
+            self._points.append((tokens, value, now))
+            self.fit = self._solve() if len(self._points) >= MIN_POINTS else None
+
+    def _solve(self) -> Fit:
+        count = len(self._points)
+        mean_x = math.fsum(x for x, _, _ in self._points) / count
+        mean_y = math.fsum(y for _, y, _ in self._points) / count
+        spread = math.fsum((x - mean_x) ** 2 for x, _, _ in self._points)
+        slope = math.fsum((x - mean_x) * (y - mean_y) for x, y, _ in self._points) / spread
+        rest = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y, _ in self._points)
+        return Fit(slope, student(count - 2) * math.sqrt(rest / (count - 2) / spread))
+
+    def tokens_per_second(self) -> float:
+        """Pace over the window, idle time included; 0 while unknown."""
+        if len(self._points) < 2:
+            return 0.0
+        (first, _, began), (last, _, ended) = self._points[0], self._points[-1]
+        return (last - first) / (ended - began) if ended > began else 0.0
+
+
+def student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, by its expansion around the normal one; within 1 % from 3 on."""
+    z = 1.959964
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
