@@ -26,6 +26,7 @@ from server.messages import Sampling
 BLOCK = 64  # vocabulary entries a block of the top-k search
 MAX_TOP_K = 1024  # larger top-k values take the nucleus lane's road: a threshold over the whole vocabulary
 _FLOAT_BITS_OF_ONE = 0x3F800000
+_ALL_ONES = 0x7FFFFFFF
 _NEGATIVE = -1e30  # finite stand-in for -inf: inf - inf would poison a row
 
 _U64 = np.uint64
@@ -145,7 +146,7 @@ def _draw(lane: _Lane, logits: mx.array, u: np.ndarray[Any, Any] | None) -> mx.a
         return mx.argmax(logits, axis=-1)
     assert u is not None
     uniform = mx.array(u[lane.rows][:, None])
-    if lane.kind == "top_k" and lane.width < logits.shape[-1]:
+    if lane.kind == "top_k":
         return _draw_top_k(lane, logits, uniform)
     scaled = logits.astype(mx.float32) / lane.temperature
     weights = mx.exp(scaled - mx.max(scaled, axis=-1, keepdims=True))
@@ -159,40 +160,52 @@ def _draw(lane: _Lane, logits: mx.array, u: np.ndarray[Any, Any] | None) -> mx.a
 
 
 def top_candidates(logits: mx.array, width: int) -> tuple[mx.array, mx.array]:
-    """The `width` largest logits of each row, descending, and their ids: float32 and int32 [B, width].
+    """The `width` ≤ V largest logits of each row, descending, ties by id, and their ids: float32 and int32 [B, width].
 
     The largest `width` values lie in the `width` blocks with the largest maxima, so one pass of maxima and two small
-    partitions replace a partition of the whole vocabulary (3–4 × faster on a CPU at 49k ids).
+    partitions replace a partition of the whole vocabulary (3–4 × faster on a CPU at 49k ids). With ties broken by id
+    in both, the candidates don't depend on `width`, and so not on what a row's batch mates ask for.
     """
     batch, vocab = logits.shape
     blocks = -(-vocab // BLOCK)
     if blocks <= width:
-        values, ids = logits, None
-    else:
-        if blocks * BLOCK != vocab:
-            logits = mx.pad(logits, [(0, 0), (0, blocks * BLOCK - vocab)], constant_values=_NEGATIVE)
-        grid = logits.reshape(batch, blocks, BLOCK)
-        best = mx.argpartition(mx.max(grid, axis=-1), kth=blocks - width, axis=-1)[:, -width:]
-        values = mx.take_along_axis(grid, best[:, :, None], axis=1).reshape(batch, width * BLOCK)
-        ids = (best[:, :, None].astype(mx.int32) * BLOCK + mx.arange(BLOCK, dtype=mx.int32)).reshape(batch, -1)
-    kept = mx.argpartition(values, kth=values.shape[-1] - width, axis=-1)[:, -width:]
-    found = mx.take_along_axis(values, kept, axis=-1).astype(mx.float32)
-    kept = kept if ids is None else mx.take_along_axis(ids, kept, axis=-1)
-    # Ties are broken by id, so that a row's draw doesn't depend on how many candidates its batch mates ask for.
-    by_id = mx.argsort(kept, axis=-1)
-    found, kept = mx.take_along_axis(found, by_id, axis=-1), mx.take_along_axis(kept, by_id, axis=-1)
-    order = mx.argsort(-found, axis=-1)
-    return mx.take_along_axis(found, order, axis=-1), mx.take_along_axis(kept, order, axis=-1).astype(mx.int32)
+        return _unpack(_largest(_pack(logits, mx.arange(vocab)), width))
+    if blocks * BLOCK != vocab:
+        logits = mx.pad(logits, [(0, 0), (0, blocks * BLOCK - vocab)], constant_values=-mx.inf)
+    grid = logits.reshape(batch, blocks, BLOCK)
+    _, best = _unpack(_largest(_pack(mx.max(grid, axis=-1), mx.arange(blocks)), width, ordered=False))
+    values = mx.take_along_axis(grid, best[:, :, None], axis=1).reshape(batch, -1)
+    ids = (best[:, :, None] * BLOCK + mx.arange(BLOCK)).reshape(batch, -1)
+    return _unpack(_largest(_pack(values, ids), width))
+
+
+def _pack(values: mx.array, ids: mx.array) -> mx.array:
+    """One int64 a value, whose order is that of the values and, among equals, the reverse of that of the ids."""
+    bits = (values.astype(mx.float32) + 0.0).view(mx.int32)  # + 0.0: -0.0 and 0.0 are equals
+    rank = bits ^ ((bits >> 31) & _ALL_ONES)  # floats order as their bits do, negative ones the other way round
+    return (rank.astype(mx.int64) << 32) | (_ALL_ONES - ids.astype(mx.int64))
+
+
+def _unpack(packed: mx.array) -> tuple[mx.array, mx.array]:
+    rank = (packed >> 32).astype(mx.int32)
+    values = (rank ^ ((rank >> 31) & _ALL_ONES)).view(mx.float32)
+    return values, (_ALL_ONES - (packed & _ALL_ONES)).astype(mx.int32)
+
+
+def _largest(packed: mx.array, count: int, *, ordered: bool = True) -> mx.array:
+    if count < packed.shape[-1]:
+        packed = mx.partition(packed, kth=packed.shape[-1] - count, axis=-1)[:, -count:]
+    return mx.sort(packed, axis=-1)[:, ::-1] if ordered else packed
 
 
 def _draw_top_k(lane: _Lane, logits: mx.array, uniform: mx.array) -> mx.array:
-    values, ids = top_candidates(logits, lane.width)
+    values, ids = top_candidates(logits, min(lane.width, logits.shape[-1]))
     scaled = values / lane.temperature
     weights = mx.exp(scaled - scaled[:, :1])
-    weights = weights * (mx.arange(lane.width) < lane.top_k)
+    weights = weights * (mx.arange(weights.shape[-1]) < lane.top_k)
     if "top_p" in lane.limits:
-        before = mx.cumsum(weights, axis=-1) - weights
-        weights = weights * (before < lane.top_p * mx.sum(weights, axis=-1, keepdims=True))
+        running = mx.cumsum(weights, axis=-1)
+        weights = weights * (running - weights < lane.top_p * running[:, -1:])
     if "min_p" in lane.limits:
         weights = weights * (weights >= mx.exp(lane.log_min_p))
     picked = _invert(weights, uniform)
@@ -226,7 +239,11 @@ def _keep_nucleus(lane: _Lane, weights: mx.array) -> mx.array:
 
 
 def _invert(weights: mx.array, uniform: mx.array) -> mx.array:
-    """First index [L] at which the running sum of `weights` [L, V] passes `uniform` [L, 1] of the total."""
+    """First index [L] at which the running sum of `weights` [L, V] passes `uniform` [L, 1] of the total.
+
+    A device that sums in blocks may round the running sum up where nothing was added: an index without weight,
+    a blocked token say, is never the one.
+    """
     running = mx.cumsum(weights, axis=-1)
     goal = uniform * running[:, -1:]
-    return mx.argmax(running > goal, axis=-1)
+    return mx.argmax((running > goal) & (weights > 0), axis=-1)

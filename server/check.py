@@ -1,0 +1,101 @@
+"""What `marathon check` prints: effective settings, versions, model, device and limits.
+
+Owns that text. Runs in the main thread of a short-lived process; the device is asked about in a child, so that this
+process, like the server, never creates one. Never prints an API key.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import server
+from server.errors import StartupError
+from server.locate import Located, locate
+from server.settings import Settings
+from server.tokenizer import Tokenizer
+
+LIBRARIES = ("mlx", "mlx-lm", "tokenizers", "transformers", "llguidance", "fastapi", "uvicorn", "sse-starlette")
+DEVICE_SECONDS = 120
+
+
+def report(settings: Settings) -> str:
+    """All of it. Raises StartupError where the server couldn't start."""
+    model = locate(settings)
+    tokenizer = Tokenizer.load(model.path, trust_remote_code=settings.trust_remote_code)
+    return "\n\n".join(
+        [
+            section("Settings", masked(settings)),
+            section("Versions", versions()),
+            section("Model", facts_of(model, tokenizer)),
+            section("Device and limits", ask_device(settings)),
+        ]
+    )
+
+
+def section(title: str, facts: Mapping[str, Any]) -> str:
+    width = max(map(len, facts), default=0)
+    return "\n".join([title, *(f"  {name:{width}}  {_word(value)}" for name, value in facts.items())])
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list | tuple | set | frozenset):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value in (None, "") else str(value)
+
+
+def masked(settings: Settings) -> dict[str, Any]:
+    """The settings, with the number of keys in the place of the keys."""
+    keys = [f"{len(settings.api_key)} given"] if settings.api_key else []
+    return settings.model_dump() | {"api_key": keys}
+
+
+def versions() -> dict[str, str]:
+    python = sys.version.split()[0]
+    return {"marathon": server.__version__, "python": python, **{name: version(name) for name in LIBRARIES}}
+
+
+def facts_of(model: Located, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the model's files say, and the sampling values that a request without its own gets."""
+    form = tokenizer.tool_format
+    return {
+        "id": model.name,
+        "folder": model.path,
+        "vocabulary": tokenizer.vocab_size,
+        "context": tokenizer.context,
+        "end tokens": sorted(tokenizer.eos_ids),
+        "chat template": tokenizer.has_template,
+        "tool format": form.name if form else "plain JSON",
+        "reasoning": " … ".join(tokenizer.think) if tokenizer.think else None,
+        "default sampling": [f"{name}={value:g}" for name, value in defaults(tokenizer).items()],
+    }
+
+
+def defaults(tokenizer: Tokenizer) -> dict[str, float]:
+    return {"temperature": 1.0, "top_p": 1.0} | tokenizer.defaults
+
+
+def ask_device(settings: Settings) -> dict[str, Any]:
+    """Facts about the device, from a process that may create it."""
+    asked = settings.model_dump_json(exclude={"api_key", "api_key_file"})
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-P", "-m", "server.device"],
+            input=asked + "\n",
+            capture_output=True,
+            text=True,
+            timeout=DEVICE_SECONDS,
+            check=True,
+        )
+        facts: dict[str, Any] = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise StartupError(f"the device can't be asked: {error}") from None
+    if "error" in facts:
+        raise StartupError(facts["error"])
+    return facts

@@ -1,0 +1,192 @@
+"""Text → token ids, with control tokens only where they may be.
+
+Owns the border between text that somebody typed and text that structures a prompt: `Shield` marks what looks like a
+special token in typed text, `Encoder` turns it into ordinary tokens. Runs in the server's worker thread. Never renders
+a template, never touches MLX.
+
+A shielded text has an invisible mark at every character that could help to spell a special token. Templates may
+trim, split and join such texts as they like. Where marks are left in the end, the text is encoded by a copy of the
+tokenizer that matches no special token at all; the true ones are put to it as stand-ins. So the text between two true
+ones is one run for the tokenizer, as if the special token it spells didn't exist.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from server.vocabulary import Vocabulary
+
+# Code points that Unicode reserves for a program's own use; in foreign text they are replaced, like lone surrogates.
+_FOREIGN = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # around a stand-in's number
+_BEHIND, _BEFORE = "\ufdd2", "\ufdd4"  # marks of typed text
+_MARKS = re.compile(f"[{_BEHIND}{_BEFORE}]")
+PROBE = "\ufdd3"  # a text that no message contains, for finding a message's place in a rendered prompt
+
+
+def clean(text: str) -> str:
+    """Text that can be encoded as UTF-8 and holds none of our marks."""
+    return _FOREIGN.sub("\ufffd", text)
+
+
+class Shield:
+    """Finds what spells a special token. Immutable."""
+
+    def __init__(self, specials: Sequence[str]) -> None:
+        words = sorted(filter(None, specials), key=len, reverse=True)
+        heads = re.escape("".join(sorted({word[0] for word in words})))
+        # The first look-ahead spares most positions the long list; the last one is for words of one character.
+        any_word = f"(?=[{heads}])(?:{'|'.join(map(re.escape, words))})(?!{_BEHIND})"
+        self.pattern = re.compile(any_word if words else "(?!)")
+        self._longest = max(map(len, words), default=0)
+        self._beginnings = {word[:n] for word in words for n in range(1, len(word))}
+        self._endings = {word[n:] for word in words for n in range(1, len(word))}
+
+    def hide(self, text: str) -> str:
+        """`text` with every special token in it broken, and with edges that can't complete one next door."""
+        marked = self.pattern.sub(lambda match: "".join(char + _BEHIND for char in match[0]), clean(text))
+        inner = marked.strip()  # templates trim
+        head, _, tail = marked.partition(inner) if inner else ("", "", marked)
+        reach = range(1, min(self._longest, len(inner) + 1))
+        before = _BEFORE if any(inner[:n] in self._endings for n in reach) else ""
+        after = _BEHIND if any(inner[-n:] in self._beginnings for n in reach) else ""
+        return f"{head}{before}{inner}{after}{tail}"
+
+    def hide_all(self, value: Any) -> Any:
+        """`hide` for every string in a JSON value, keys included."""
+        if isinstance(value, str):
+            return self.hide(value)
+        if isinstance(value, dict):
+            return {self.hide_all(key): self.hide_all(item) for key, item in value.items()}
+        return [self.hide_all(item) for item in value] if isinstance(value, list) else value
+
+
+class Encoder:
+    """Encodes with one Hugging Face tokenizer, which it leaves as it is.
+
+    Attributes:
+        specials: the special tokens' texts.
+        shield: what hides special tokens in typed text.
+        opening: ids that the tokenizer puts before every bare text, such as a begin-of-sequence token.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: Vocabulary) -> None:
+        self._tokenizer = tokenizer
+        self._special = vocabulary.special - {tokenizer.unk_token_id}
+        self._entries = {i: entry for i, entry in tokenizer.added_tokens_decoder.items() if i in vocabulary.special}
+        self._ids = {entry.content: i for i, entry in self._entries.items()}
+        self.specials = frozenset(self._ids)
+        self.shield = Shield(list(self._ids))
+        self._backend = _backend(tokenizer)
+        # A normalizer can make a special token of text that isn't spelled like one.
+        named = any(entry.normalized for entry in self._entries.values())
+        self._always_guard = named and _normalizes(self._backend)
+        self.opening = self._find_opening()
+
+    def encode(self, text: str, *, special: bool, bos: bool) -> list[int]:
+        """Ids of a bare text; what spells a special token in it is one only when `special`."""
+        ids, _ = self.encode_marked(clean(text) if special else self.shield.hide(text))
+        return [*self.opening, *ids] if bos and ids[:1] != self.opening[:1] else ids
+
+    def encode_marked(self, text: str, positions: Sequence[int] = ()) -> tuple[list[int], list[int]]:
+        """Ids of a text whose typed parts are shielded, and how many of them lie wholly before each position."""
+        if self._always_guard or _MARKS.search(text):
+            return self._encode_guarded(text, positions) or self._encode_in_bits(text, positions)
+        if self._backend is None:
+            return self._encode_in_bits(text, positions)
+        return _measured(self._backend.encode(text, add_special_tokens=False), positions)
+
+    def _encode_guarded(self, text: str, positions: Sequence[int]) -> tuple[list[int], list[int]] | None:
+        """None when the tokenizer can't be copied, or makes special tokens of plain text nevertheless."""
+        if self._guard is None:
+            return None
+        guard, true_ids = self._guard
+        places = [len(self._with_stand_ins(text[:position])) for position in positions]
+        ids, counts = _measured(guard.encode(self._with_stand_ins(text), add_special_tokens=False), places)
+        if not self._special.isdisjoint(ids):
+            return None
+        return [true_ids.get(token, token) for token in ids], counts
+
+    def _encode_in_bits(self, text: str, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The text cut at each mark: borders that the tokenizer wouldn't choose, but no control token."""
+
+        def whole(text: str) -> list[int]:
+            bits = (self._tokenizer.encode(bit, add_special_tokens=False) for bit in _MARKS.split(text) if bit)
+            return [token for bit in bits for token in bit]
+
+        ids = whole(text)
+        return ids, [common_prefix(ids, whole(text[:position])) for position in positions]
+
+    def _with_stand_ins(self, text: str) -> str:
+        return _MARKS.sub("", self.shield.pattern.sub(lambda match: _stand_in(self._ids[match[0]]), text))
+
+    @cached_property
+    def _guard(self) -> tuple[Any, dict[int, int]] | None:
+        """The copy that matches no special token, and which stand-in's id means which special id. Made when first
+        needed: it costs as much as loading the tokenizer again."""
+        import tokenizers
+
+        if self._backend is None:
+            return None
+        try:
+            copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        except Exception:  # parts written in Python can't be copied, and the library raises bare Exceptions
+            return None
+        copy.encode_special_tokens = True
+        copy.add_tokens(
+            [
+                tokenizers.AddedToken(_stand_in(i), lstrip=entry.lstrip, rstrip=entry.rstrip, normalized=False)
+                for i, entry in self._entries.items()
+            ]
+        )
+        vocabulary = copy.get_vocab()
+        return copy, {vocabulary[_stand_in(i)]: i for i in self._entries}
+
+    def _find_opening(self) -> list[int]:
+        bare = self._tokenizer.encode("a", add_special_tokens=False)
+        full = self._tokenizer.encode("a")
+        starts = (n for n in range(len(full)) if full[n : n + len(bare)] == bare)
+        return list(full[: next(starts, 0)])
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common beginning; slices are compared, so that long texts cost little."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _stand_in(token: int) -> str:
+    return f"{_OPEN}{token}{_CLOSE}"
+
+
+def _normalizes(backend: Any) -> bool:
+    normalizer = None if backend is None else backend.normalizer
+    return normalizer is not None and json.loads(normalizer.__getstate__()).get("normalizers") != []
+
+
+def _measured(encoding: Any, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+    ends = [end for _, end in encoding.offsets] if positions else []
+    return encoding.ids, [bisect_right(ends, position) for position in positions]
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The Rust tokenizer, when the Python one adds nothing to it."""
+    from transformers import PreTrainedTokenizerBase
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(tokenizer).encode is not PreTrainedTokenizerBase.encode:
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend

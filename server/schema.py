@@ -1,0 +1,376 @@
+"""The wire types: what a client may send.
+
+Owns the shape, the bounds and the description of every request field; /openapi.json is made from it. Runs in the
+server's worker thread (validation) and at start (the document). Never decides whether a well-formed wish can be
+fulfilled: that is `server/api/policy.py`. It is longer than most modules because every field says here what it does.
+
+Three rules hold everywhere: types are strict (`"hot"` is no temperature), null means absent, and an unknown field is
+never an error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from server.errors import InvalidValue
+
+MAX_STOPS = 4
+MAX_TOP_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
+IGNORED = "accepted and ignored: it can't change the answer"
+
+
+class Wire(BaseModel):
+    """Any object that a client sends."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+# ---------------------------------------------------------------- unions
+# A union is told apart by the JSON type first, so that an error speaks of the branch that was meant. Tags begin with
+# "#" and are left out of an error's path.
+def _content_kind(value: Any) -> str | None:
+    return "#text" if isinstance(value, str) else "#parts" if isinstance(value, list) else None
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "#text"
+    if not isinstance(value, list) or not value:
+        return None
+    first = value[0]
+    return "#texts" if isinstance(first, str) else "#lists" if isinstance(first, list) else "#ids"
+
+
+def _string_or_object(value: Any) -> str | None:
+    return "#string" if isinstance(value, str) else "#object" if isinstance(value, dict) else None
+
+
+def _by(kind: Any, wanted: str) -> Discriminator:
+    return Discriminator(kind, custom_error_type="wrong_type", custom_error_message=f"Input should be {wanted}")
+
+
+def _one_is_a_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(max_length=1024)]
+Stop = Annotated[
+    list[StopString],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(_one_is_a_list),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}]}
+    ),
+]
+Prompt = Annotated[
+    Annotated[str, Tag("#text")]
+    | Annotated[list[str], Tag("#texts")]
+    | Annotated[list[TokenId], Tag("#ids")]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Tag("#lists")],
+    _by(_prompt_kind, "a string, strings, token ids or lists of token ids, and not an empty array"),
+]
+
+
+# ---------------------------------------------------------------- messages
+class Part(Wire):
+    """One part of a message's content."""
+
+    type: str = Field(description="`text`; other kinds are refused", examples=["text"])
+    text: str | None = Field(None, description="the text of a text part", examples=["Hello!"])
+
+
+Content = Annotated[
+    Annotated[str, Tag("#text")] | Annotated[list[Part], Tag("#parts")],
+    _by(_content_kind, "a string or an array of content parts"),
+]
+
+
+Arguments = Annotated[
+    Annotated[str, Tag("#string")] | Annotated[dict[str, Any], Tag("#object")],
+    _by(_string_or_object, "a string or an object"),
+]
+
+
+class CalledFunction(Wire):
+    """Which function an earlier answer called."""
+
+    name: str = Field(description="name of the function", examples=["get_time"])
+    arguments: Arguments = Field(
+        "", description="arguments, usually as a JSON string; it need not parse", examples=['{"city": "Oslo"}']
+    )
+
+
+class ToolCall(Wire):
+    """A tool call of an earlier answer."""
+
+    id: str | None = Field(None, description="id that the tool's message refers to", examples=["call_1"])
+    type: Literal["function"] = Field("function", description="`function`", examples=["function"])
+    function: CalledFunction = Field(description="what was called")
+
+
+class Message(Wire):
+    """One turn of the conversation."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"] = Field(
+        description="who speaks; `developer` is `system`, `function` is the older name of `tool`", examples=["user"]
+    )
+    content: Content | None = Field(
+        None, description="what is said; may be absent beside tool calls", examples=["What is the capital of France?"]
+    )
+    name: str | None = Field(None, description="name of the speaker, for templates that show it", examples=["Ada"])
+    tool_calls: list[ToolCall] | None = Field(None, description="calls that the assistant made")
+    tool_call_id: str | None = Field(None, description="the call that a tool's message answers", examples=["call_1"])
+    reasoning_content: str | None = Field(None, description="earlier reasoning, for templates that want it back")
+    reasoning: str | None = Field(None, description="another name of `reasoning_content`")
+
+
+# ---------------------------------------------------------------- tools and formats
+class Function(Wire):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="its name", examples=["get_time"])
+    description: str | None = Field(None, description="what it does", examples=["Time in a city."])
+    parameters: dict[str, Any] | None = Field(
+        None,
+        description="JSON schema of its arguments",
+        examples=[{"type": "object", "properties": {"city": {"type": "string"}}}],
+    )
+    strict: bool | None = Field(None, description="arguments always follow their schema when the call is forced")
+
+
+class Tool(Wire):
+    """A tool; only functions are offered."""
+
+    type: str = Field(description="`function`; other kinds are refused", examples=["function"])
+    function: Function | None = Field(None, description="the function")
+
+
+class NamedFunction(Wire):
+    """The name of one function."""
+
+    name: str = Field(description="name of a function in `tools`", examples=["get_time"])
+
+
+class ToolReference(Wire):
+    """A reference to one tool."""
+
+    type: str = Field("function", description="`function`", examples=["function"])
+    function: NamedFunction = Field(description="which function")
+
+
+class AllowedTools(Wire):
+    """A part of `tools`, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"] = Field(description="whether a call is forced", examples=["auto"])
+    tools: list[ToolReference] = Field(min_length=1, description="the tools that may be called")
+
+
+class NamedChoice(Wire):
+    """A forced tool, or a list of allowed ones."""
+
+    type: str = Field(description="`function` or `allowed_tools`", examples=["function"])
+    function: NamedFunction | None = Field(None, description="the function that must be called")
+    allowed_tools: AllowedTools | None = Field(None, description="the tools that may be called")
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("#string")] | Annotated[NamedChoice, Tag("#object")],
+    _by(_string_or_object, "none, auto, required or an object that names a function"),
+]
+
+
+class JsonSchema(Wire):
+    """A named JSON schema."""
+
+    name: str = Field("answer", description="name of the format", examples=["city"])
+    description: str | None = Field(None, description="what it is for")
+    schema_: dict[str, Any] | bool = Field(
+        alias="schema", description="the JSON schema; the answer follows it", examples=[{"type": "object"}]
+    )
+    strict: bool | None = Field(None, description="the schema is followed with and without it")
+
+
+class ResponseFormat(Wire):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="kind of format", examples=["json_object"])
+    json_schema: JsonSchema | None = Field(None, description="required for `json_schema`")
+
+
+class StreamOptions(Wire):
+    """What a stream tells besides its text."""
+
+    include_usage: bool | None = Field(None, description="one last chunk carries the usage", examples=[True])
+    include_obfuscation: bool | None = Field(None, description=IGNORED)
+
+
+class ReasoningOptions(Wire):
+    """How much the model should think."""
+
+    effort: str | None = Field(None, description="as `reasoning_effort`", examples=["low"])
+
+
+# ---------------------------------------------------------------- requests
+class Generation(Wire):
+    """What chat and text completions have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(
+        None, description="id of the served model, one of its aliases, or `default`", examples=["default"]
+    )
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 is greedy; absent: the model's own default, else 1", examples=[0.7]
+    )
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="share of probability kept; 0 is greedy; absent: the model's, else 1"
+    )
+    top_k: int | None = Field(None, ge=-1, description="number of candidates kept; 0 or -1: all", examples=[40])
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="candidates below this share of the best one's probability are dropped"
+    )
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="for each token that the answer has used")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="for each time that a token was used")
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=10, description="divides the logits of tokens in prompt and answer; 1: none", examples=[1.1]
+    )
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="token id to a number that is added to its logit", examples=[{"260": -5}]
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="repeats the draw whatever else runs; absent: a new one each time",
+        examples=[1],
+    )
+    stop: Stop | None = Field(None, description="strings that end the answer and aren't part of it", examples=[["\n"]])
+    stop_token_ids: list[TokenId] | None = Field(None, description="further token ids that end the answer")
+    ignore_eos: bool | None = Field(None, description="go on at the model's own end tokens", examples=[False])
+    min_tokens: int | None = Field(None, ge=0, description="no end token is drawn before so many tokens")
+    n: int | None = Field(None, ge=1, le=128, description="number of answers, each with its own draws", examples=[1])
+    stream: bool | None = Field(None, description="send the answer as server-sent events", examples=[False])
+    stream_options: StreamOptions | None = Field(None, description="only with `stream: true`")
+    user: Any = Field(None, description=IGNORED)
+
+
+class ChatRequest(Generation):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, description="the conversation so far, oldest first")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="most tokens of the answer; absent: what fits the context", examples=[256]
+    )
+    max_tokens: int | None = Field(None, ge=1, description="older name of `max_completion_tokens`", examples=[256])
+    logprobs: bool | None = Field(None, description="report each token's log probability", examples=[True])
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="alternatives a token; only with `logprobs`", examples=[2]
+    )
+    response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or a JSON schema")
+    tools: list[Tool] | None = Field(None, max_length=128, description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(
+        None, description="whether and what is called; absent: auto", examples=["auto"]
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: a forced call is a single one", examples=[True])
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="handed to templates that know it", examples=["low"]
+    )
+    reasoning: ReasoningOptions | None = Field(None, description="another form of `reasoning_effort`")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="variables for the chat template", examples=[{"enable_thinking": False}]
+    )
+    continue_final_message: bool | None = Field(
+        None, description="go on with the last message instead of beginning a new one", examples=[False]
+    )
+    modalities: list[str] | None = Field(None, description="only `text`", examples=[["text"]])
+    audio: Any = Field(None, description="refused: text only")
+    web_search_options: Any = Field(None, description="refused: the server doesn't search")
+    moderation: Any = Field(None, description="refused: the server doesn't moderate")
+    functions: Any = Field(None, description="refused: use `tools`")
+    function_call: Any = Field(None, description="refused: use `tool_choice`")
+    store: Any = Field(None, description=IGNORED + "; nothing is stored")
+    metadata: Any = Field(None, description=IGNORED)
+    service_tier: Any = Field(None, description=IGNORED)
+    safety_identifier: Any = Field(None, description=IGNORED)
+    prompt_cache_key: Any = Field(None, description=IGNORED)
+    prompt_cache_retention: Any = Field(None, description=IGNORED)
+    prompt_cache_options: Any = Field(None, description=IGNORED)
+    verbosity: Any = Field(None, description=IGNORED)
+    prediction: Any = Field(None, description=IGNORED)
+
+
+class CompletionRequest(Generation):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompt = Field(description="text or token ids, one or several", examples=["Once upon a time"])
+    max_tokens: int | None = Field(
+        None, ge=0, description="most tokens of the answer; absent: 16; 0 only with `echo`", examples=[16]
+    )
+    echo: bool | None = Field(None, description="the prompt precedes the answer", examples=[False])
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_COMPLETION_LOGPROBS, description="alternatives reported with each token", examples=[2]
+    )
+    best_of: int | None = Field(None, ge=0, le=20, description="only up to 1")
+    suffix: str | None = Field(None, description="only empty: the server doesn't fill in", examples=[""])
+
+
+class TokenizeRequest(Wire):
+    """Body of POST /tokenize, in either of two customary forms: `content`, or `prompt` or `messages`."""
+
+    content: str | None = Field(None, description="text to tokenize (llama.cpp's form)", examples=["Hello!"])
+    add_special: bool | None = Field(None, description="with the model's begin token; absent: false")
+    with_pieces: bool | None = Field(None, description="say the text of each token", examples=[True])
+    model: str | None = Field(None, description="the served model", examples=["default"])
+    prompt: str | None = Field(None, description="text to tokenize (vLLM's form)", examples=["Hello!"])
+    messages: list[Message] | None = Field(None, min_length=1, description="conversation to render and tokenize")
+    tools: list[Tool] | None = Field(None, description="tools, for the template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
+    add_special_tokens: bool | None = Field(None, description="with the model's begin token; absent: true")
+    return_token_strs: bool | None = Field(None, description="say the text of each token")
+
+
+class DetokenizeRequest(Wire):
+    """Body of POST /detokenize."""
+
+    model: str | None = Field(None, description="the served model", examples=["default"])
+    tokens: list[TokenId] = Field(description="token ids", examples=[[1, 2, 3]])
+
+
+# ---------------------------------------------------------------- errors
+def path_of(loc: tuple[str | int, ...]) -> str:
+    """`("messages", 0, "content", "#parts", 1)` → `messages[0].content[1]`."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith("#"):
+            path += f".{part}" if path else part
+    return path
+
+
+def refusal(error: ValidationError) -> InvalidValue:
+    """The first fault that pydantic found, as our own error."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = path_of(first["loc"])
+    message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
+    message = message.replace(" after validation", "")
+    return InvalidValue(f"{path}: {message}" if path else message, param=path or None)

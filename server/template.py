@@ -1,0 +1,206 @@
+"""Messages → prompt text.
+
+Owns what a chat template gets to see and what is read off its output: messages in the one shape that templates
+expect, typed text shielded, the switches for reasoning, the places worth a prefix snapshot. Runs in the server's worker
+thread. Never tokenises, never touches MLX.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import jinja2.meta
+
+from server.encoding import PROBE, Shield, clean, common_prefix
+from server.errors import InvalidValue, UnsupportedParameter
+
+Message = dict[str, Any]
+Form = Callable[[Any], Any]  # what becomes of a call's arguments
+Renderer = Callable[..., str]  # (messages, tools=…, add_generation_prompt=…, continue_final_message=…, **variables)
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_ROLES = {"developer": "system", "function": "tool"}
+_BOOLEAN_SWITCHES = ("enable_thinking", "thinking")
+_REASONING = ("reasoning_content", "reasoning")
+_OURS = {"messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "add_generation_prompt"}
+_OURS |= {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+_OURS |= {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as text, typed parts still shielded.
+
+    Attributes:
+        places: positions in `text` that later prompts are likely to share, ascending.
+        reasoning: the prompt ends inside a reasoning block.
+    """
+
+    text: str
+    places: tuple[int, ...]
+    reasoning: bool
+
+
+def variables(template: str | None) -> frozenset[str]:
+    """What a template reads from outside; nothing when it doesn't parse (rendering will tell)."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(_GENERATION_TAG.sub("", template or ""))
+    except jinja2.TemplateSyntaxError:
+        return frozenset()
+    return frozenset(jinja2.meta.find_undeclared_variables(tree))
+
+
+class ChatTemplate:
+    """One model's chat template. Immutable.
+
+    `render` is None when the model has no template. `think` are the tags around reasoning, if the model reasons.
+    """
+
+    def __init__(
+        self, render: Renderer | None, names: frozenset[str], shield: Shield, think: tuple[str, str] | None
+    ) -> None:
+        self._render = render
+        self._names = names
+        self._shield = shield
+        self._think = think
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        effort: str | None,
+        continuing: bool,
+    ) -> Rendered:
+        """Raises InvalidValue with the template's own words when it refuses."""
+        said = [self._said(message) for message in _named(messages)]
+        given = self._shield.hide_all(tools) if tools else None
+        extra = self._switches(effort) | self._checked(kwargs)
+        mode = {"add_generation_prompt": not continuing, "continue_final_message": continuing}
+
+        def attempt(form: Form, history: list[Message] = said) -> str:
+            if self._render is None:
+                raise InvalidValue("the model has no chat template; use /v1/completions", param="messages")
+            return self._render([_formed(m, form) for m in history], tools=given, **mode, **extra)
+
+        calls = any(message.get("tool_calls") for message in said)
+        text, form = _first(attempt, (_mapping, _text, _wrapped) if calls else (_mapping,))
+        other = _probe(attempt, form, said)
+        start = common_prefix(text, other) if other else 0
+        rest = common_prefix(text[start:][::-1], other[start:][::-1]) if other else len(text)
+        return self._read(text, start, len(text) - rest, continuing)
+
+    def _read(self, text: str, start: int, end: int, continuing: bool) -> Rendered:
+        """`start` and `end`: where the last message's content lies (0 if it couldn't be found)."""
+        opening = text[start if continuing else end :]
+        if self._think is None:
+            return Rendered(text, (start,), False)
+        opened, closed = (opening.rfind(tag) for tag in self._think)
+        # What a template writes about reasoning before the answer, it leaves out of the history.
+        places = (start, end) if opened >= 0 or closed >= 0 else (start,)
+        return Rendered(text, places, opened > closed)
+
+    # ---------------------------------------------------------------- what the template sees
+    def _said(self, message: Message) -> Message:
+        """One message, its typed text shielded. What the assistant said may hold control tokens: they were its own."""
+        role = _ROLES.get(message["role"], message["role"])
+        content = _joined(message.get("content"))
+        fields = {key: value for key, value in message.items() if value is not None and key not in ("role", "content")}
+        others: Message = self._shield.hide_all({k: v for k, v in fields.items() if k not in _REASONING})
+        if role == "assistant":
+            thought = next((clean(fields[name]) for name in _REASONING if fields.get(name)), None)
+            own = {"role": role, "content": clean(content)}
+            return others | own | ({"reasoning_content": thought} if thought else {})
+        return others | {"role": role, "content": self._shield.hide(content)}
+
+    def _switches(self, effort: str | None) -> dict[str, Any]:
+        """A request's reasoning effort in the variables that this template has for it."""
+        if effort is None:
+            return {}
+        thinks = effort not in ("none", "minimal")
+        values = {"reasoning_effort": effort} | dict.fromkeys(_BOOLEAN_SWITCHES, thinks)
+        return {name: value for name, value in values.items() if name in self._names}
+
+    def _checked(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if taken := sorted(_OURS.intersection(kwargs)):
+            raise InvalidValue(f"chat_template_kwargs can't set {taken[0]!r}", param="chat_template_kwargs")
+        return {clean(name): self._shield.hide_all(value) for name, value in kwargs.items()}
+
+
+# ---------------------------------------------------------------- messages
+def _joined(content: Any) -> str:
+    """Text parts become one text, with nothing between them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.get("type") != "text":
+            raise UnsupportedParameter(f"content parts of type {part.get('type')!r} aren't offered", param="messages")
+    return "".join(part.get("text") or "" for part in content)
+
+
+def _named(messages: list[Message]) -> Iterator[Message]:
+    """Tool messages get the name of the function they answer for, which some templates want."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call.get("id") or ""] = call["function"]["name"]
+        name = names.get(message.get("tool_call_id") or "")
+        yield message if name is None or message.get("name") else message | {"name": name}
+
+
+def _mapping(arguments: Any) -> Any:
+    """Arguments as an object if they are one; text that doesn't parse stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _wrapped(arguments: Any) -> Any:
+    """An object in any case."""
+    mapped = _mapping(arguments)
+    return mapped if isinstance(mapped, dict) else {"arguments": mapped}
+
+
+def _text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _formed(message: Message, form: Form) -> Message:
+    if not (calls := message.get("tool_calls")):
+        return message
+    formed = [c | {"function": c["function"] | {"arguments": form(c["function"].get("arguments"))}} for c in calls]
+    return message | {"tool_calls": formed}
+
+
+# ---------------------------------------------------------------- attempts
+def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str, Form]:
+    """Templates differ in whether they want a call's arguments as an object or as text; the first that works."""
+    refusal: Exception | None = None
+    for form in forms:
+        try:
+            return attempt(form), form
+        except (InvalidValue, UnsupportedParameter):
+            raise
+        except Exception as error:  # a template can raise whatever Python can
+            refusal = refusal or error
+    raise InvalidValue(f"the model's chat template refuses these messages: {refusal}", param="messages")
+
+
+def _probe(attempt: Callable[[Form, list[Message]], str], form: Form, said: list[Message]) -> str:
+    """The same prompt with another last message, so that what differs is that message's content; "" if it can't be
+    told so."""
+    try:
+        text = attempt(form, [*said[:-1], said[-1] | {"content": PROBE}])
+    except Exception:  # a template may look into contents; then there is just no mark
+        return ""
+    return text if PROBE in text else ""
