@@ -28,8 +28,8 @@ class Capacity:
         self.context = min(ready.context, context or ready.context)
         self.max_rows = max_rows
         self.limit = ready.memory_limit  # 0: unknown, then memory refuses nobody
-        self.fixed = ready.weights_bytes + ready.chunk_peak_bytes
-        self._layers = Counter(ready.row_cost)
+        self.fixed = ready.weights_bytes + ready.probe.chunk_peak_bytes
+        self._layers = Counter(ready.probe.row_cost)
 
     def cost(self, length: int) -> int:
         """Bytes of all caches of a row with `length` positions."""

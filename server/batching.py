@@ -26,6 +26,8 @@ from server.cache_guard import Guard, compact
 from server.messages import Finish, Sequence, TokenLogprobs
 from server.sampling import Sampler, top_candidates
 
+FLUSH_STEPS = 256  # steps whose tokens may wait to be moved into the rows: bounds what a join has to do
+
 Caches = list[Any]
 
 
@@ -76,7 +78,7 @@ class Row:
 
 @dataclass(slots=True)
 class Drawn:
-    """What one step of one batch read: `tokens[i]` belongs to `rows[i]`."""
+    """What one step of one batch read: `tokens[i]` belongs to `seqs[i]`."""
 
     seqs: list[int]
     tokens: list[int]
@@ -120,6 +122,7 @@ class Batch:
         self._history: list[list[int]] = []  # tokens read since the rows last changed, not yet in Row.tokens
         self._until = 0  # steps before some row reaches its limit
         self._stops: frozenset[int] = frozenset()
+        self._last_not_held = False  # the newest tokens are read, but no forward pass took them in
         self._positions = np.zeros(0, dtype=np.int64)  # [B] output position of the next draw
         self._sampler = Sampler([])
         self._adjust = Adjust([])
@@ -139,10 +142,11 @@ class Batch:
         """Output tokens of one of my rows that were delivered."""
         return row.produced + len(self._history)
 
-    def tokens(self, row: Row) -> list[int]:
-        """All tokens of one of my rows."""
+    def held_tokens(self, row: Row) -> list[int]:
+        """The tokens that one of my rows' caches hold: all but the last if no forward pass has taken that in."""
         self._flush()
-        return row.tokens
+        missing = self._last_not_held or self.rows.index(row) in self._unread
+        return row.tokens[:-1] if missing else row.tokens
 
     @property
     def longest(self) -> int:
@@ -154,6 +158,8 @@ class Batch:
         """Take rows with single caches. Evaluated at once, layer by layer, so that no chain of joins is kept."""
         if not rows:
             return
+        if len(self.rows) + len(rows) > 1:
+            self._begin(rows)
         self._flush()
         self._merge([row.caches for row in rows])
         inputs = [row.pending if row.pending is not None else mx.array([row.tokens[-1]]) for row in rows]
@@ -169,6 +175,19 @@ class Batch:
             row.caches, row.pending, row.adjust, row.score = [], None, None, None
         self.rows += rows
         self._refresh()
+
+    def _begin(self, rows: Many[Row]) -> None:
+        """Rows of one token have read nothing yet. Their first pass is their own: beside others it would meet zeros
+        where a model may tell the first position by the absence of a state, and a batch can't extract what isn't
+        there."""
+        if self._unread and len(self.rows) == 1 and self.rows[0].length == 1:
+            self.step()
+        for row in rows:
+            if row.pending is None and row.length == 1:
+                alone = Batch(self._model, self._guard, self._seconds)
+                alone.join([row])
+                alone.step()
+                alone.leave([row], keep_caches=True)
 
     def _merge(self, singles: list[Caches]) -> None:
         if not self.rows and len(singles) == 1:
@@ -190,20 +209,20 @@ class Batch:
         self._flush()
         gone = {id(row) for row in rows}
         if keep_caches:
+            scores = self._moved_scores | (self._scores.read() if self._scores is not None else {})
             for i, row in enumerate(self.rows):
                 if id(row) in gone:
-                    self._take_out(i, row)
+                    self._take_out(i, row, scores)
         self._keep([i for i, row in enumerate(self.rows) if id(row) not in gone])
 
-    def _take_out(self, i: int, row: Row) -> None:
+    def _take_out(self, i: int, row: Row, scores: dict[int, TokenLogprobs]) -> None:
         assert self._inputs is not None
         row.caches = self.single_caches(i)
         if i not in self._unread:
             row.pending = self._inputs[i : i + 1]
             mx.eval(row.pending)
+            row.score = scores.get(row.seq)
         row.adjust = self._adjust.extract(i)
-        if self._scores is not None and row in self._scores.rows:
-            row.score = self._scores.read()[row.seq]
 
     def single_caches(self, i: int) -> Caches:
         """Row i's own caches, compacted: whatever outlives its batch must not pin the batch's buffers."""
@@ -267,7 +286,8 @@ class Batch:
         """
         inputs, scores = self._inputs, self._scores
         assert inputs is not None
-        if self._all_end():
+        self._last_not_held = self._all_end()
+        if self._last_not_held:
             return self._read(inputs, scores)
         started = perf_counter()
         logits = self._model(inputs[:, None], cache=self.caches)[:, -1, :]
@@ -275,14 +295,15 @@ class Batch:
         logits = self._guard.fold(logits, self.caches, self._adjust.state)
         folded = perf_counter()
         failed: list[tuple[Row, str]] = []
+        masks = None
         if self._constrained:
             mx.async_eval(logits)
-            failed = self._advance_constraints(inputs)
+            masks = self._advance_constraints(inputs, failed)
         waited = perf_counter()
-        drawn = self._draw(logits)
+        drawn = self._draw(logits, masks)
         submitted = perf_counter()
         news = self._read(inputs, scores)
-        news.failed += failed
+        news.failed += [(row, why) for row, why in failed if not any(row is ended for ended, _ in news.ended)]
         self._inputs = drawn
         self._positions += 1
         seconds = self._seconds
@@ -298,10 +319,10 @@ class Batch:
             return False
         return all(row.sequence.max_tokens - self.produced(row) == 1 for row in self.rows)
 
-    def _draw(self, logits: mx.array) -> mx.array:
+    def _draw(self, logits: mx.array, masks: np.ndarray[Any, Any] | None) -> mx.array:
         adjusted = self._adjust.apply(logits, self._positions)
-        if self._constrained:
-            adjusted = self._mask(adjusted)
+        if masks is not None:
+            adjusted = self._mask(adjusted, masks)
         drawn = self._sampler(adjusted, self._positions).astype(mx.uint32)
         self._adjust.count(drawn)
         self._scores = self._score(logits, drawn) if self._scored else None
@@ -310,27 +331,35 @@ class Batch:
         mx.async_eval(drawn, scores, self._adjust.state)
         return drawn
 
-    def _advance_constraints(self, inputs: mx.array) -> list[tuple[Row, str]]:
-        """Tell each grammar the newest token; gives the rows whose grammar can't go on."""
+    def _advance_constraints(self, inputs: mx.array, failed: list[tuple[Row, str]]) -> np.ndarray[Any, Any]:
+        """Tell each grammar the newest token and ask what may follow: packed masks [C, W].
+
+        A row whose grammar can't go on is added to `failed`; what it draws meanwhile is nobody's concern.
+        """
         tokens = inputs.tolist()
-        failed: list[tuple[Row, str]] = []
+        masks: list[np.ndarray[Any, Any] | None] = []
         for i in self._constrained:
             row = self.rows[i]
-            if i in self._unread or row.constraint is None:
-                continue
+            assert row.constraint is not None
             try:
-                row.constraint.accept(tokens[i])
-            except ValueError as error:
+                if i not in self._unread:
+                    row.constraint.accept(tokens[i])
+                masks.append(row.constraint.mask())
+            except Exception as error:  # whatever the grammar's library raises
                 failed.append((row, f"the grammar can't go on: {error}"))
-        return failed
+                masks.append(None)
+        width = max((len(mask) for mask in masks if mask is not None), default=0)
+        return np.stack([np.full(width, -1, dtype=np.int32) if mask is None else mask for mask in masks])
 
-    def _mask(self, logits: mx.array) -> mx.array:
-        words = np.stack([row.constraint.mask() for row in (self.rows[i] for i in self._constrained) if row.constraint])
-        bits = (mx.array(words)[:, :, None] >> mx.arange(32, dtype=mx.int32)) & 1
-        allowed = bits.reshape(len(words), -1)[:, : logits.shape[-1]].astype(mx.bool_)
+    def _mask(self, logits: mx.array, masks: np.ndarray[Any, Any]) -> mx.array:
+        if not masks.shape[1]:  # every grammar has failed
+            return logits
+        bits = (mx.array(masks)[:, :, None] >> mx.arange(32, dtype=mx.int32)) & 1
+        allowed = bits.reshape(len(masks), -1)[:, : logits.shape[-1]].astype(mx.bool_)
         if len(self._constrained) == len(self.rows):
             return mx.where(allowed, logits, -mx.inf)
         index = mx.array(self._constrained)
+        logits = mx.array(logits)  # the caller's own is still to be scored
         logits[index] = mx.where(allowed, logits[index], -mx.inf)
         return logits
 
@@ -352,6 +381,8 @@ class Batch:
         if self._unread:
             return self._read_first(tokens, logprobs)
         self._history.append(tokens)
+        if len(self._history) >= FLUSH_STEPS:
+            self._flush()
         self._until -= 1
         ended: list[tuple[Row, Finish]] = []
         if self._until <= 0 or not self._stops.isdisjoint(tokens):
@@ -381,8 +412,8 @@ class Batch:
         return ended
 
     def _logprobs(self, scores: _Scores | None) -> dict[int, TokenLogprobs]:
-        found = scores.read() if scores is not None else {}
-        if self._moved_scores:
-            found |= self._moved_scores
-            self._moved_scores = {}
-        return found
+        if scores is None and not self._moved_scores:
+            return {}
+        found = self._moved_scores | (scores.read() if scores is not None else {})
+        self._moved_scores = {}
+        return {seq: found[seq] for seq in self.seqs if seq in found}  # rows that left since are others' business

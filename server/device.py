@@ -37,10 +37,9 @@ def announce(epoch: int, loaded: Loaded, residency: Residency, seconds: float) -
     return Ready(
         epoch=epoch,
         pid=os.getpid(),
-        vocab_size=loaded.vocab_size,
+        probe=loaded.probe,
         context=loaded.context,
         weights_bytes=loaded.weights_bytes,
-        batching=loaded.batching,
         model_type=str(loaded.config.get("model_type", "unknown")),
         quantization=quantization(loaded.config),
         device=name(),
@@ -52,8 +51,6 @@ def announce(epoch: int, loaded: Loaded, residency: Residency, seconds: float) -
         buffer_limit=source.limit,
         memory_limit=residency.memory_limit,
         device_memory=device_memory(),
-        row_cost=loaded.row_cost,
-        chunk_peak_bytes=loaded.chunk_peak_bytes,
     )
 
 

@@ -173,7 +173,7 @@ class Groups:
                 continue
             if keep is not None:
                 for row in gone:
-                    keep(batch.tokens(row), batch.single_caches(batch.rows.index(row)))
+                    keep(batch.held_tokens(row), batch.single_caches(batch.rows.index(row)))
             batch.leave(gone)
         self._sweep()
 

@@ -89,7 +89,7 @@ class Loop:
             loaded.model, self._guard, on_begin=self._begin, on_chunk=self._chunk_done, on_mark=self._keep_prefix
         )
         self._groups = Groups(self._new_batch, loaded, settings.long_group_interval)
-        self._grammars = Grammars(Path(start.model_path), loaded.vocab_size)
+        self._grammars = Grammars(Path(start.model_path), loaded.probe.vocab_size)
         self._compiling: dict[int, Future[Matcher]] = {}
         self._budget = settings.prefill_stall_ms / 1000 * BUDGET_SHARE
         self._rows: dict[int, Row] = {}
@@ -401,7 +401,9 @@ def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settin
     if settings.pool_limit is not None:
         mx.set_cache_limit(settings.pool_limit)
     residency = Residency.open(settings, snapshot)  # before the weights, so that a native counter counts them
-    loaded = model.load(Path(start.model_path), trust_remote_code=settings.trust_remote_code, on_stage=pulse.enter)
+    loaded = model.load(
+        Path(start.model_path), trust_remote_code=settings.trust_remote_code, probe=start.probe, on_stage=pulse.enter
+    )
     pulse.enter("serving")
     seam.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
     return Loop(seam, pulse, snapshot, start, settings, loaded, residency, faults)

@@ -59,6 +59,33 @@ class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
     marks: list[int] = []  # prompt positions worth a prefix snapshot, ascending
 
 
+# ---------------------------------------------------------------- about the model
+class LayerCost(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of one cache array for one row: `constant + per_position * positions`, positions rounded up to `step`
+    and capped at `cap` (0: no cap)."""
+
+    constant: int
+    per_position: int
+    step: int = 256
+    cap: int = 0
+
+    def bytes(self, length: int) -> int:
+        """Bytes at `length` positions."""
+        positions = -(-length // self.step) * self.step
+        return self.constant + self.per_position * (min(positions, self.cap) if self.cap else positions)
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """What trying the loaded model out has shown. The same in every engine of a server, so a later engine takes it
+    from the first."""
+
+    vocab_size: int  # width of the logits
+    batching: str  # "batched", or why rows run alone
+    row_cost: list[LayerCost]
+    chunk_peak_bytes: int  # measured peak of one prefill chunk above the caches
+    group_bytes: int  # what a step costs before any KV, in bytes of memory traffic
+
+
 # ---------------------------------------------------------------- server → engine
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """The first command of an engine's life. Settings travel here and not in argv, where `ps` shows them."""
@@ -66,6 +93,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     epoch: int
     model_path: str
     settings: str  # Settings as JSON
+    probe: Probe | None = None  # of an earlier engine
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
@@ -104,30 +132,14 @@ class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
     message: str
 
 
-class LayerCost(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of one cache array for one row: `constant + per_position * positions`, positions rounded up to `step`
-    and capped at `cap` (0: no cap)."""
-
-    constant: int
-    per_position: int
-    step: int = 256
-    cap: int = 0
-
-    def bytes(self, length: int) -> int:
-        """Bytes at `length` positions."""
-        positions = -(-length // self.step) * self.step
-        return self.constant + self.per_position * (min(positions, self.cap) if self.cap else positions)
-
-
 class Ready(msgspec.Struct, frozen=True, tag="ready", omit_defaults=True):
     """The engine has loaded and probed its model."""
 
     epoch: int
     pid: int
-    vocab_size: int  # width of the logits
+    probe: Probe
     context: int  # positions
     weights_bytes: int
-    batching: str  # "batched", or why rows run alone
     model_type: str
     quantization: str
     device: str
@@ -139,8 +151,16 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", omit_defaults=True):
     buffer_limit: int | None = None
     memory_limit: int = 0  # bytes that admission plans with; 0: unknown
     device_memory: int = 0
-    row_cost: list[LayerCost] = []
-    chunk_peak_bytes: int = 0  # measured peak of one prefill chunk above the caches
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.probe.vocab_size
+
+    @property
+    def batching(self) -> str:
+        """ "batched", or why rows run alone."""
+        return self.probe.batching
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,7 @@ from mlx_lm.utils import load_model
 
 from server.cache_guard import cache_arrays
 from server.errors import StartupError
-from server.messages import LayerCost
+from server.messages import LayerCost, Probe
 
 log = logging.getLogger("marathon.engine")
 
@@ -35,47 +35,53 @@ class Loaded:
 
     model: nn.Module
     config: dict[str, Any]
-    vocab_size: int  # width of the logits
     context: int
     weights_bytes: int
-    batching: str  # "batched" or the reason for groups of one
-    row_cost: list[LayerCost]
-    chunk_peak_bytes: int
-    group_bytes: int  # what a step costs before any KV, in bytes of memory traffic: the weights and the overhead
+    probe: Probe
 
     def row_bytes(self, length: int) -> int:
         """Bytes of one row's caches at `length` positions."""
-        return sum(cost.bytes(length) for cost in self.row_cost)
+        return sum(cost.bytes(length) for cost in self.probe.row_cost)
+
+    @property
+    def group_bytes(self) -> int:
+        """What a step of one group costs before any KV: the weights and the overhead, as memory traffic."""
+        return self.probe.group_bytes
 
     @property
     def batches(self) -> bool:
-        return self.batching == "batched"
+        return self.probe.batching == "batched"
 
 
-def load(path: Path, *, trust_remote_code: bool, on_stage: Callable[[str], None]) -> Loaded:
-    """Load and probe the model in the folder `path`. `on_stage` hears of each stage begun.
+def load(path: Path, *, trust_remote_code: bool, probe: Probe | None, on_stage: Callable[[str], None]) -> Loaded:
+    """Load the model in the folder `path`, and try it out unless an earlier engine's `probe` tells how it behaves.
 
-    Raises StartupError with one sentence when the folder holds no model that mlx-lm can run.
+    `on_stage` hears of each stage begun. Raises StartupError with one sentence when the folder holds no model that
+    mlx-lm can run.
     """
     on_stage("loading")
     try:
         model, config = load_model(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise StartupError(f"can't load the model in {path}: {_first_line(error)}") from error
-    on_stage("probing")
-    try:
-        vocab, batching = _probe(model)
-    except Exception as error:
-        raise StartupError(f"the model in {path} loads but doesn't run: {_first_line(error)}") from error
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    if probe is None:
+        on_stage("probing")
+        try:
+            probe = try_out(model, weights)
+        except Exception as error:
+            raise StartupError(f"the model in {path} loads but doesn't run: {_first_line(error)}") from error
+        mx.clear_cache()
+    return Loaded(model, config, context_length(config), weights, probe)
+
+
+def try_out(model: nn.Module, weights_bytes: int) -> Probe:
+    """How the model batches, and what its rows and steps cost."""
+    vocab, batching = _batching(model)
     if batching != "batched":
         log.warning("the model runs in groups of one: %s", batching)
-    on_stage("measuring")
-    cost = row_cost(model)
-    peak = _chunk_peak(model)
-    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    traffic = max(weights, int(_step_seconds(model) * _bandwidth()))
-    mx.clear_cache()
-    return Loaded(model, config, vocab, context_length(config), weights, batching, cost, peak, traffic)
+    traffic = max(weights_bytes, int(_step_seconds(model) * _bandwidth()))
+    return Probe(vocab, batching, row_cost(model), _chunk_peak(model), traffic)
 
 
 def _first_line(error: Exception) -> str:
@@ -100,7 +106,7 @@ def quantization(config: dict[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------- batching
-def _probe(model: nn.Module) -> tuple[int, str]:
+def _batching(model: nn.Module) -> tuple[int, str]:
     """Width of the logits, and whether two rows of different lengths give the same logits together and alone."""
     prompts = [[(7 * i + 3) % 50 + 1 for i in range(5)], [(5 * i + 2) % 50 + 1 for i in range(19)]]
     alone = [_alone(model, prompt) for prompt in prompts]

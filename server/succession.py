@@ -112,7 +112,9 @@ class Succession:
             return self._start_failed(f"no process can be started: {error}")
         self.link = link = Link(engine, self.epoch, self._on_event)
         try:
-            link.send(messages.Start(self.epoch, self._model_path, self._settings.model_dump_json(exclude=_PRIVATE)))
+            probe = self.known.probe if self.known else None  # the model is the same; what it costs is known
+            settings = self._settings.model_dump_json(exclude=_PRIVATE)
+            link.send(messages.Start(self.epoch, self._model_path, settings, probe))
             await link.lost
         finally:
             was_ready = self._take_down()

@@ -74,6 +74,7 @@ class FakeEngine:
     vocab_size: int = 1000
     context: int = 4096
     say: Callable[[messages.Sequence, int], int] | None = None
+    row_cost: list[messages.LayerCost] = field(default_factory=list)
     ready: dict[str, object] = field(default_factory=dict)  # overrides of the fields of Ready
     starts: list[str] = field(default_factory=list)
     poison: dict[int, Poison] = field(default_factory=dict)
@@ -271,11 +272,13 @@ class Life:
             await self._iterate()
 
     def _ready(self) -> messages.Ready:
+        probe = messages.Probe(
+            self.fake.vocab_size, "batched", self.fake.row_cost, chunk_peak_bytes=0, group_bytes=1000
+        )
         fields: dict[str, object] = {
-            "vocab_size": self.fake.vocab_size,
+            "probe": probe,
             "context": self.fake.context,
             "weights_bytes": 1000,
-            "batching": "batched",
             "model_type": "fake",
             "quantization": "none",
             "device": "none",

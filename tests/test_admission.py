@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from server.admission import GROWTH, Capacity, Outlook, Room
 from server.errors import ContextLengthExceeded, ExceedsMemory
-from server.messages import LayerCost, Ready, Sampling, Sequence
+from server.messages import LayerCost, Probe, Ready, Sampling, Sequence
 
 FULL = LayerCost(0, 10)
 SLIDING = LayerCost(0, 10, cap=512)
@@ -17,9 +17,8 @@ STATE = LayerCost(5000, 0)
 
 def ready(*layers: LayerCost, limit: int = 0, context: int = 4096, weights: int = 1000, chunk: int = 0) -> Ready:
     return Ready(
-        epoch=1, pid=1, vocab_size=100, context=context, weights_bytes=weights, batching="batched", model_type="t",
-        quantization="none", device="cpu", mlx="0", mlx_lm="0", load_seconds=0, memory_limit=limit,
-        row_cost=list(layers), chunk_peak_bytes=chunk,
+        epoch=1, pid=1, probe=Probe(100, "batched", list(layers), chunk, 0), context=context, weights_bytes=weights,
+        model_type="t", quantization="none", device="cpu", mlx="0", mlx_lm="0", load_seconds=0, memory_limit=limit,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from server import errors, metrics
-from server.messages import GroupState, Ready, Snapshot
+from server.messages import GroupState, Probe, Ready, Snapshot
 from server.metrics import CONTENT_TYPE, Metrics
 
 ROOT = Path(__file__).parent.parent
@@ -151,7 +151,7 @@ class Clock:
 
 def a_ready(**changes: object) -> Ready:
     facts = {
-        "epoch": 1, "pid": 2, "vocab_size": 8, "context": 64, "weights_bytes": 9, "batching": "batched",
+        "epoch": 1, "pid": 2, "probe": Probe(8, "batched", [], 0, 0), "context": 64, "weights_bytes": 9,
         "model_type": "smollm3", "quantization": "q4", "device": "gpu", "mlx": "0", "mlx_lm": "0",
         "load_seconds": 1.0, "live_source": "metal", "buffer_limit": 1000, "device_memory": 64,
     }  # fmt: skip

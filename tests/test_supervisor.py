@@ -651,7 +651,7 @@ async def test_pressure_holds_new_rows_and_asks_the_engine_to_free_what_it_can(f
 
 
 async def test_rows_wait_for_memory_in_the_order_they_came(fake, counts):
-    fake.ready = {"row_cost": [LayerCost(100, 0)], "memory_limit": 1000 + 400}
+    fake.row_cost, fake.ready = [LayerCost(100, 0)], {"memory_limit": 1000 + 400}
     many = [sequence(i, max_tokens=30) for i in range(8)]
     async with supervise(fake, counts) as supervisor:
         lives = [supervisor.open([s], endpoint="chat") for s in many]
@@ -686,7 +686,7 @@ async def test_without_a_queue_only_what_can_start_is_taken(fake, counts):
 
 async def test_what_can_never_run_is_refused_before_any_work(fake, counts):
     fake.context = 50
-    fake.ready = {"row_cost": [LayerCost(0, 10)], "memory_limit": 3000}
+    fake.row_cost, fake.ready = [LayerCost(0, 10)], {"memory_limit": 3000}
     async with supervise(fake, counts) as supervisor:
         with pytest.raises(ContextLengthExceeded, match=r"\b50 tokens"):
             supervisor.open([sequence(*range(50))], endpoint="chat")
