@@ -292,15 +292,15 @@ class Batch:
         started = perf_counter()
         logits = self._model(inputs[:, None], cache=self.caches)[:, -1, :]
         forward = perf_counter()
-        logits = self._guard.fold(logits, self.caches, self._adjust.state)
-        folded = perf_counter()
+        held = self._guard.reach(self.caches)
+        walked = perf_counter()
         failed: list[tuple[Row, str]] = []
         masks = None
         if self._constrained:
-            mx.async_eval(logits)
+            mx.async_eval(logits, held)
             masks = self._advance_constraints(inputs, failed)
         waited = perf_counter()
-        drawn = self._draw(logits, masks)
+        drawn = self._draw(logits, masks, held)
         submitted = perf_counter()
         news = self._read(inputs, scores)
         news.failed += [(row, why) for row, why in failed if not any(row is ended for ended, _ in news.ended)]
@@ -308,9 +308,9 @@ class Batch:
         self._positions += 1
         seconds = self._seconds
         seconds["forward"] += forward - started
-        seconds["guard"] += folded - forward
+        seconds["guard"] += walked - forward
         seconds["sample"] += submitted - waited
-        seconds["read"] += perf_counter() - submitted + waited - folded
+        seconds["read"] += perf_counter() - submitted + waited - walked
         return news
 
     def _all_end(self) -> bool:
@@ -319,7 +319,8 @@ class Batch:
             return False
         return all(row.sequence.max_tokens - self.produced(row) == 1 for row in self.rows)
 
-    def _draw(self, logits: mx.array, masks: np.ndarray[Any, Any] | None) -> mx.array:
+    def _draw(self, logits: mx.array, masks: np.ndarray[Any, Any] | None, held: list[mx.array]) -> mx.array:
+        """Submit the draw of the next ids, and with it whatever the caches hold that no logit reads."""
         adjusted = self._adjust.apply(logits, self._positions)
         if masks is not None:
             adjusted = self._mask(adjusted, masks)
@@ -328,7 +329,7 @@ class Batch:
         self._scores = self._score(logits, drawn) if self._scored else None
         # The counts go along: a chain of updates that no logit has read yet would be a leak of our own.
         scores = () if self._scores is None else (self._scores.own, self._scores.best, self._scores.ids)
-        mx.async_eval(drawn, scores, self._adjust.state)
+        mx.async_eval(drawn, scores, self._adjust.state, held)
         return drawn
 
     def _advance_constraints(self, inputs: mx.array, failed: list[tuple[Row, str]]) -> np.ndarray[Any, Any]:

@@ -3,7 +3,7 @@
 A decode loop evaluates the sampled token and nothing else, so metadata that no logit reads (a padding count, an
 offset) grows a graph of one pending node a step, and each node keeps buffers alive until the device has none left.
 
-Owns the walk over caches, the three ways to make what it finds concrete (folded into the step, layer by layer,
+Owns the walk over caches, the three ways to make what it finds concrete (submitted with the step, layer by layer,
 compacted), and the census that names what a step left pending. Runs in the engine's main thread. It never asks a
 cache for its `state` and never tells one class from another, so it holds for classes it has never seen.
 """
@@ -109,13 +109,6 @@ def cache_arrays(caches: Iterable[object]) -> list[mx.array]:
 
 
 # ---------------------------------------------------------------- making it concrete
-def pin(logits: mx.array, caches: Iterable[object], *extra: object) -> mx.array:
-    """The logits, depending on every array behind the caches and `extra`: the step's own evaluation takes them
-    along, without another submission or wait."""
-    arrays = cache_arrays([*caches, *extra])
-    return mx.depends(logits, arrays) if arrays else logits
-
-
 def settle(caches: Iterable[object]) -> None:
     """Evaluate the caches layer by layer: in one graph the old and the new KV of all layers would live together."""
     for layer in caches:
@@ -271,9 +264,10 @@ class Guard:
         self._steps = 0
         self._found: dict[tuple[int, str, str], Finding] = {}
 
-    def fold(self, logits: mx.array, caches: Iterable[object], *extra: object) -> mx.array:
-        """The step's logits with the caches and the sampler's row state folded in."""
-        return pin(logits, caches, *extra) if self.enabled else logits
+    def reach(self, caches: Iterable[object]) -> list[mx.array]:
+        """Every array behind the caches, to be submitted together with the step's draw: no submission and no wait of
+        its own, and less work than making the logits depend on them."""
+        return cache_arrays(caches) if self.enabled else []
 
     def settle(self, caches: Iterable[object]) -> None:
         """After a prefill chunk, a join, a leave or growth."""

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache
 
 from server import cache_guard
-from server.cache_guard import Guard, cache_arrays, census, compact, is_pending, pending_leaves, pin, settle
+from server.cache_guard import Guard, cache_arrays, census, compact, is_pending, pending_leaves, settle
 from server.messages import Finding, Snapshot
 
 
@@ -147,17 +147,12 @@ def test_every_array_that_mlx_lms_caches_show_is_found():
     assert ids(cache_arrays(caches)) == shown | {id(state.left_padding)}
 
 
-def test_logits_that_are_evaluated_take_the_caches_along():
-    cache, row_state = Hidden(), {"noise": mx.array([1]) + 1}
+def test_a_step_takes_along_whatever_the_caches_reach():
+    cache = Hidden()
     cache.step(5)
-    mx.eval(pin(mx.ones(3) * 2, [cache], row_state))
-    assert not is_pending(cache_arrays([cache, row_state]))
+    mx.async_eval(mx.ones(3) * 2, Guard(True, 8, Snapshot()).reach([cache]))
+    assert not is_pending(cache_arrays([cache]))
     assert cache.meta.clock.item() == 5
-
-
-def test_logits_without_caches_are_left_alone():
-    logits = mx.ones(3)
-    assert pin(logits, []) is logits
 
 
 def test_settling_evaluates_every_layer():
@@ -255,7 +250,7 @@ def test_a_guard_keeps_an_unknown_cache_flat_and_finds_nothing():
     guard.settle([cache])
     for _ in range(40):
         cache.step()
-        mx.async_eval(guard.fold(mx.ones(3) * 2, [cache]))
+        mx.async_eval(mx.ones(3) * 2, guard.reach([cache]))
         assert guard.census([cache]) == []
     assert snapshot == Snapshot()
 
@@ -267,8 +262,7 @@ def test_a_guard_that_is_off_tells_once_counts_and_changes_nothing(caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(24):
             cache.step()
-            logits = mx.ones(3)
-            assert guard.fold(logits, [cache]) is logits
+            assert guard.reach([cache]) == []
             guard.settle([cache])
             guard.census([cache])
     assert snapshot.pending == 25

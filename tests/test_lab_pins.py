@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList
 
 from server.allocator import Unavailable
-from server.cache_guard import cache_arrays, compact, is_pending, pin, settle
+from server.cache_guard import cache_arrays, compact, is_pending, settle
 from server.native import open_count
 
 STEPS, ROWS, VOCAB = 120, 4, 512
@@ -175,12 +175,12 @@ def test_state_that_the_logits_read_does_not_chain(per_step):
     assert per_step(step)[0] == FLAT
 
 
-def test_state_folded_into_the_logits_does_not_chain(per_step):
+def test_state_submitted_with_the_step_does_not_chain(per_step):
     state = Counting()
 
     def step(i):
         state.update()
-        mx.eval(mx.argmax(pin(logits_of(i), [], state), axis=-1))
+        mx.eval(mx.argmax(logits_of(i), axis=-1), cache_arrays([state]))
 
     assert per_step(step)[0] == FLAT
     assert not is_pending([state.seen])
@@ -302,7 +302,7 @@ def test_a_leave_without_a_next_step_keeps_the_rows_that_left():
 
 # ---------------------------------------------------------------- the metadata that started it all
 @pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
-def test_metadata_that_no_logit_reads_chains_unless_it_is_folded_in(per_step, guarded):
+def test_metadata_that_no_logit_reads_chains_unless_it_is_submitted_too(per_step, guarded):
     state, kv = ArraysCache(1, [0] * ROWS), BatchKVCache([0] * ROWS)
     state.cache = [mx.zeros((ROWS, 8))]
     settle([state, kv])
@@ -311,6 +311,6 @@ def test_metadata_that_no_logit_reads_chains_unless_it_is_folded_in(per_step, gu
         state.advance(1)
         kv.offset = kv.offset + 1
         logits = logits_of(i)
-        mx.async_eval(mx.argmax(pin(logits, [state, kv]) if guarded else logits, axis=-1))
+        mx.async_eval(mx.argmax(logits, axis=-1), cache_arrays([state, kv]) if guarded else [])
 
     assert per_step(step)[0] == (FLAT if guarded else pytest.approx(2, abs=0.05))
