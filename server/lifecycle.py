@@ -38,16 +38,18 @@ log = logging.getLogger("marathon")
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket, not listening yet. Raises StartupError that names the port."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        raise _cannot_listen(error, host, port) from None
-    return sock
+    with contextlib.ExitStack() as undo:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            sock = undo.enter_context(socket.socket(family, kind, protocol))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError as error:
+            raise _cannot_listen(error, host, port) from None
+        undo.pop_all()
+        return sock
 
 
 def _cannot_listen(error: OSError, host: str, port: int) -> StartupError:

@@ -7,11 +7,13 @@ the main thread; may fetch from the hub, and says so. Never loads a weight.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from server.errors import StartupError
 from server.settings import Settings
+from server.starter import NAME, ensure_starter
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -27,9 +29,7 @@ class Located:
 def locate(settings: Settings) -> Located:
     """Raises StartupError with one line when there is no such model."""
     if settings.model is None:
-        from server import starter  # with all that it takes to convert one
-
-        return Located(starter.provide(settings.cache_dir), starter.NAME)
+        return Located(ensure_starter(settings.cache_dir, _tell), NAME)
     folder = Path(settings.model).expanduser()
     if folder.is_dir():
         return _folder(folder.resolve())
@@ -38,6 +38,10 @@ def locate(settings: Settings) -> Located:
     if _HUB_ID.fullmatch(settings.model):
         return Located(_fetched(settings.model), settings.model)
     raise StartupError(f"--model {settings.model}: there is no such folder, and it is no hub id either")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _folder(folder: Path) -> Located:

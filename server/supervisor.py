@@ -89,7 +89,7 @@ class Supervisor:
         if self._engines.load_failed is not None:
             raise StartupError(self._engines.load_failed)
         if self._engines.known is None:
-            raise self._engines.not_ready()
+            raise self._draining() if self.draining else self._engines.not_ready()
         return self._engines.known
 
     async def stop(self, deadline: float) -> None:
@@ -97,6 +97,7 @@ class Supervisor:
         with an error. On return nothing is left of any engine. A second call may bring the deadline forward.
         """
         self.draining = True
+        self._engines.decided.set()  # whoever waits for a first engine waits no longer
         self._stop_at = min(self._stop_at, deadline)
         while self._roster.lives and self.clock() < self._stop_at:
             await asyncio.sleep(0.02)

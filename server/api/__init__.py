@@ -1,0 +1,1 @@
+"""The wire protocols, one module each, and what they share."""

@@ -1,0 +1,111 @@
+"""One record a request: its id, its line in the access log, its counters, and how it is refused.
+
+Owns the outermost ASGI middleware. Runs on the event loop. Never looks into a body: what the log should say about a
+generation is put into `Record.facts` by the route that knows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import InternalError, RequestError
+
+access_log = logging.getLogger("marathon.access")
+log = logging.getLogger("marathon.api")
+
+KEY = "marathon.record"
+QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Counts(Protocol):
+    """What the middleware counts."""
+
+    def rejected(self, endpoint: str, reason: str) -> None: ...
+    def http_request(self, route: str | None, method: str, status: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known about one request. Owned by the middleware; routes add facts."""
+
+    request_id: str
+    started: float
+    status: int = 0
+    endpoint: str = "other"
+    error: RequestError | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def record_of(scope: Scope) -> Record:
+    return cast(Record, scope[KEY])
+
+
+def refusal(scope: Scope, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """The answer with the error's status and body; the error is noted in the record."""
+    record_of(scope).error = error
+    return JSONResponse(error.body(), error.status, {**(headers or {}), **error.headers()})
+
+
+def request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _ID.fullmatch(given) else "req_" + secrets.token_hex(12)
+
+
+class Access:
+    """Outermost middleware: nothing leaves without a request id, a count and, if wanted, a line in the log."""
+
+    def __init__(self, app: ASGIApp, counts: Counts, lines: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._counts, self._lines, self._clock = app, counts, lines, clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        record = scope[KEY] = Record(request_id(Headers(scope=scope)), self._clock())
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, stamped)
+        except ClientDisconnect:
+            record.facts["finish"] = "client left"
+        except Exception:
+            if record.status:
+                raise  # the answer has begun: uvicorn logs the fault and cuts the connection
+            log.exception("request %s failed", record.request_id)
+            error = InternalError("The server made a mistake; its log knows more.")
+            await refusal(scope, error)(scope, receive, stamped)
+        finally:
+            self._finish(scope, record)
+
+    def _finish(self, scope: Scope, record: Record) -> None:
+        method = scope["method"]
+        self._counts.http_request(getattr(scope.get("route"), "path", None), method, record.status)
+        if record.error is not None and record.status >= 400:
+            self._counts.rejected(record.endpoint, record.error.reason)
+        if self._lines:
+            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+            access_log.log(
+                level, "%s %s %s", method, scope["path"], record.status, extra={"facts": self._facts(record)}
+            )
+
+    def _facts(self, record: Record) -> dict[str, Any]:
+        facts: dict[str, Any] = {"seconds": round(self._clock() - record.started, 4), "id": record.request_id}
+        if record.error is not None:
+            facts |= {"error": record.error.code, "param": record.error.param}
+        return facts | record.facts

@@ -1,0 +1,117 @@
+"""POST /v1/chat/completions.
+
+Owns the understanding of a chat request. Everything up to the sequences happens in the worker thread; then the event
+loop opens and follows them (`respond`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.api import body, generic_tools, policy, tools
+from server.api.access import record_of
+from server.api.chat_form import ChatForm
+from server.api.openapi import GENERATION, errors, streamed
+from server.api.openapi import body as documented
+from server.api.respond import Prepared, respond
+from server.api.sequences import Bounds, sequences
+from server.api.served import Served
+from server.api.shapes import ChatCompletion, ChatCompletionChunk
+from server.schema import ChatRequest, Message
+from server.text import TextState
+from server.tokenizer import ChatPrompt, Tokenizer
+
+ENDPOINT = "chat"
+
+
+def routes(served: Served, prefix: str) -> APIRouter:
+    router = APIRouter(prefix=prefix, tags=["generation"])
+
+    @router.post(
+        "/chat/completions",
+        response_model=ChatCompletion,
+        responses={200: streamed(ChatCompletionChunk), **errors(*GENERATION)},
+        openapi_extra=documented(ChatRequest),
+    )
+    async def chat_completions(http: Request) -> Response:
+        """The model's next turn of a conversation, whole or as an event stream."""
+        record_of(http.scope).endpoint = ENDPOINT
+        content = await body.read(http, served.settings.max_body_bytes)
+        bounds = Bounds.of(await served.known(), served.settings)
+        return await respond(served, http, ENDPOINT, await served.think(prepare, served, content, bounds))
+
+    return router
+
+
+def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
+    """Bytes → sequences. Raises RequestError that names the field at fault."""
+    request = body.validate(ChatRequest, content)
+    served.check_model(request.model)
+    policy.check_chat(request, served.settings)
+    tokenizer, wish = served.tokenizer, tools.read(request)
+    prompt = render(tokenizer, request, wish)
+    made = sequences(
+        request,
+        [prompt.ids],
+        tokenizer=tokenizer,
+        bounds=bounds,
+        max_tokens=request.max_completion_tokens or request.max_tokens or served.settings.default_max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
+        grammar=tools.constraint(request, wish, prompt, tokenizer),
+        marks=prompt.marks,
+    )
+    texts = [_text(request, wish, prompt, tokenizer, made[0].stop_ids) for _ in made]
+    return Prepared(request, made, texts, _form(request, served), sorted(request.model_extra or {}))
+
+
+def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish) -> ChatPrompt:
+    """The conversation as the model reads it."""
+    messages, offered = [message_dict(message) for message in request.messages], wish.for_template
+    if generic_tools.is_ours(tokenizer.tool_format):
+        messages, offered = generic_tools.told(messages, offered), None
+    effort = request.reasoning_effort or (request.reasoning.effort if request.reasoning else None)
+    return tokenizer.chat(
+        messages,
+        tools=offered,
+        kwargs=request.chat_template_kwargs,
+        reasoning_effort=effort,
+        continue_final_message=bool(request.continue_final_message),
+    )
+
+
+def message_dict(message: Message) -> dict[str, Any]:
+    """A message as templates know it: text parts are one text, and what wasn't said is empty."""
+    fields = message.model_dump(exclude_none=True)
+    content = message.content
+    if not isinstance(content, str):
+        content = "".join(part.text or "" for part in content or [])
+    return fields | {"content": content}
+
+
+def _text(
+    request: ChatRequest, wish: tools.Wish, prompt: ChatPrompt, tokenizer: Tokenizer, stop_ids: list[int]
+) -> TextState:
+    return TextState(
+        tokenizer,
+        stops=[stop for stop in request.stop or [] if stop],
+        stop_ids=stop_ids,
+        tools=wish.for_template,
+        reasoning=prompt.reasoning,
+    )
+
+
+def _form(request: ChatRequest, served: Served) -> ChatForm:
+    options = request.stream_options
+    return ChatForm(
+        "chatcmpl-" + secrets.token_hex(12),
+        int(time.time()),
+        served.name,
+        served.tokenizer,
+        logprobs=bool(request.logprobs),
+        include_usage=bool(options and options.include_usage),
+    )

@@ -1,0 +1,160 @@
+"""POST /v1/completions.
+
+Owns the understanding of a completion request and the shape of its answer. Everything up to the sequences happens in
+the worker thread; then the event loop opens and follows them (`respond`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.api import body, policy
+from server.api.access import record_of
+from server.api.answer import Choice
+from server.api.logprobs import Lists, merged
+from server.api.openapi import GENERATION, errors, streamed
+from server.api.openapi import body as documented
+from server.api.respond import Prepared, respond
+from server.api.sequences import COMPLETION_TOKENS, Bounds, sequences
+from server.api.served import Served
+from server.api.shapes import TextCompletion
+from server.api.sse import event
+from server.errors import InvalidValue
+from server.schema import CompletionRequest, Prompt
+from server.text import Content, Piece, TextState
+from server.tokenizer import Tokenizer
+
+ENDPOINT = "completions"
+
+
+def routes(served: Served, prefix: str) -> APIRouter:
+    router = APIRouter(prefix=prefix, tags=["generation"])
+
+    @router.post(
+        "/completions",
+        response_model=TextCompletion,
+        responses={200: streamed(TextCompletion), **errors(*GENERATION)},
+        openapi_extra=documented(CompletionRequest),
+    )
+    async def completions(http: Request) -> Response:
+        """What follows a text, whole or as an event stream."""
+        record_of(http.scope).endpoint = ENDPOINT
+        content = await body.read(http, served.settings.max_body_bytes)
+        bounds = Bounds.of(await served.known(), served.settings)
+        return await respond(served, http, ENDPOINT, await served.think(prepare, served, content, bounds))
+
+    return router
+
+
+def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
+    """Bytes → sequences. Raises RequestError that names the field at fault."""
+    request = body.validate(CompletionRequest, content)
+    served.check_model(request.model)
+    policy.check_completion(request, served.settings)
+    given = split(request.prompt)
+    prompts = [tokenised(prompt, served.tokenizer, bounds) for prompt in given]
+    made = sequences(
+        request,
+        prompts,
+        tokenizer=served.tokenizer,
+        bounds=bounds,
+        max_tokens=COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens,
+        logprobs=-1 if request.logprobs is None else request.logprobs,
+        prompt_logprobs=bool(request.echo) and request.logprobs is not None,
+    )
+    stops = [stop for stop in request.stop or [] if stop]
+    texts = [TextState(served.tokenizer, stops=stops, stop_ids=made[0].stop_ids, chat=False) for _ in made]
+    form = _form(request, served, [_spelled(p, served.tokenizer) for p in given for _ in range(request.n or 1)])
+    return Prepared(request, made, texts, form, sorted(request.model_extra or {}))
+
+
+def split(prompt: Prompt) -> list[str | list[int]]:
+    """The prompts of any of the four forms."""
+    if isinstance(prompt, str):
+        return [prompt]
+    several: list[Any] = prompt
+    return several if isinstance(several[0], str | list) else [several]
+
+
+def tokenised(prompt: str | list[int], tokenizer: Tokenizer, bounds: Bounds) -> list[int]:
+    """Ids; text gets the model's begin token, ids are taken as they are."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    bounds.check_ids(ids, "prompt")
+    if not ids:
+        raise InvalidValue("prompt: an empty text gives this model nothing to begin with", param="prompt")
+    return ids
+
+
+def _spelled(prompt: str | list[int], tokenizer: Tokenizer) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)
+
+
+def _form(request: CompletionRequest, served: Served, prompts: list[str]) -> CompletionForm:
+    options = request.stream_options
+    head = {
+        "id": "cmpl-" + secrets.token_hex(12),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": served.name,
+    }
+    return CompletionForm(
+        head,
+        served.tokenizer,
+        echo=prompts if request.echo else None,
+        logprobs=request.logprobs is not None,
+        include_usage=bool(options and options.include_usage),
+    )
+
+
+@dataclass(slots=True)
+class CompletionForm:
+    """What the answer looks like on the wire; mutable, of one request, for text offsets go on from chunk to chunk.
+
+    Attributes:
+        echo: what precedes each choice.
+    """
+
+    head: dict[str, Any]
+    tokenizer: Tokenizer
+    echo: list[str] | None
+    logprobs: bool
+    include_usage: bool
+    lists: dict[int, Lists] = field(default_factory=dict)
+
+    def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        begins = not choice.begun and bool(choice.text.tokens)
+        if not (text or choice.finish or (begins and self.echo)):
+            return b""
+        return self._line(self._choice(choice, text))
+
+    def _line(self, choice: dict[str, Any]) -> bytes:
+        return event(self.head | {"choices": [choice]} | ({"usage": None} if self.include_usage else {}))
+
+    def last(self, usage: dict[str, Any]) -> bytes:
+        return event(self.head | {"choices": [], "usage": usage}) if self.include_usage else b""
+
+    def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        made = [self._choice(choice, choice.answer.content) for choice in choices]
+        return self.head | {"choices": made, "usage": usage}
+
+    def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        scores = self._scores(choice) if self.logprobs else None
+        if not choice.begun and self.echo is not None:
+            text = self.echo[choice.index] + text
+        choice.begun = True
+        return {"index": choice.index, "text": text, "logprobs": scores, "finish_reason": choice.finish}
+
+    def _scores(self, choice: Choice) -> dict[str, Any] | None:
+        lists = self.lists.setdefault(choice.index, Lists(self.tokenizer))
+        scored = choice.take_scored()
+        if not choice.begun and self.echo is not None:
+            prompt = lists.prompt(choice.sequence.prompt, choice.prompt_logprobs or [])
+            return merged(prompt, lists.answer(scored))
+        return lists.answer(scored)

@@ -1,0 +1,71 @@
+"""Log probabilities as clients read them: decoded tokens and their bytes, never the tokenizer's own spelling.
+
+Owns both customary shapes, chat's list of entries and the text completion's parallel lists. Runs on the event loop;
+pure.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from server.api.answer import Scored
+from server.messages import TokenLogprobs
+from server.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # instead of minus infinity, which is no JSON number
+
+
+def entries(tokenizer: Tokenizer, scored: Sequence[Scored]) -> dict[str, Any]:
+    """Chat's shape."""
+    content = []
+    for score in scored:
+        top = [_entry(tokenizer, token, logprob) for token, logprob in score.logprobs.top]
+        content.append(_entry(tokenizer, score.token, score.logprobs.logprob) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    text, data = tokenizer.spell(token)
+    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
+
+
+class Lists:
+    """The text completion's shape; mutable, one a choice, for the offsets go on from piece to piece."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The prompt's tokens; nothing comes before the first, so nothing is known of it."""
+        rest = [Scored(token, score) for token, score in zip(ids[1:], logprobs, strict=True)]
+        first = {"tokens": [self._tokenizer.spell(ids[0])[0]], "token_logprobs": [None], "top_logprobs": [None]}
+        return merged(first | {"text_offset": [self._advance(ids[0])]}, self.answer(rest))
+
+    def answer(self, scored: Sequence[Scored]) -> dict[str, Any]:
+        return {
+            "tokens": [self._tokenizer.spell(score.token)[0] for score in scored],
+            "token_logprobs": [max(score.logprobs.logprob, LOWEST) for score in scored],
+            "top_logprobs": [self._alternatives(score) for score in scored],
+            "text_offset": [self._advance(score.token) for score in scored],
+        }
+
+    def _alternatives(self, score: Scored) -> dict[str, float]:
+        """By text; of several tokens with the same text the likeliest. The drawn one is always among them."""
+        found: dict[str, float] = {}
+        for token, logprob in [*score.logprobs.top, (score.token, score.logprobs.logprob)]:
+            found.setdefault(self._tokenizer.spell(token)[0], max(logprob, LOWEST))
+        return found
+
+    def _advance(self, token: int) -> int:
+        """Where the token's text begins, in characters."""
+        begin = self._offset
+        self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
+        return begin
+
+
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    return {key: first[key] + second[key] for key in first}

@@ -1,0 +1,113 @@
+"""Which well-formed wishes can't be fulfilled.
+
+Owns the refusals of `docs/api.md`: a known field that asks for something that isn't offered is refused by name, never
+ignored. Runs in the server's worker thread; pure functions. A field's type and range are the schema's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from server.errors import InvalidValue, UnsupportedParameter
+from server.schema import ChatRequest, CompletionRequest, Generation, Message, Tool
+from server.settings import Settings
+
+REFUSED = {
+    "audio": "Audio isn't offered",
+    "web_search_options": "Web search isn't offered",
+    "moderation": "Moderation isn't offered",
+    "functions": "`functions` isn't offered; use `tools`",
+    "function_call": "`function_call` isn't offered; use `tool_choice`",
+}
+
+
+def check_chat(request: ChatRequest, settings: Settings) -> None:
+    """Raises for the first wish of a chat request that can't be fulfilled."""
+    _check_common(request, settings)
+    for name, message in REFUSED.items():
+        if getattr(request, name) is not None:
+            raise UnsupportedParameter(message, param=name)
+    if any(kind != "text" for kind in request.modalities or []):
+        raise UnsupportedParameter("Only the modality `text` is offered", param="modalities")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidValue("top_logprobs needs `logprobs: true`", param="top_logprobs")
+    check_messages(request.messages)
+    check_tools(request.tools or [], settings)
+    _check_format(request, settings)
+
+
+def check_completion(request: CompletionRequest, settings: Settings) -> None:
+    """Raises for the first wish of a completion request that can't be fulfilled."""
+    _check_common(request, settings)
+    if (request.best_of or 0) > 1:
+        raise UnsupportedParameter("best_of beyond 1 isn't offered; use `n`", param="best_of")
+    if request.suffix:
+        raise UnsupportedParameter("Filling in before a suffix isn't offered", param="suffix")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidValue("max_tokens must be at least 1 unless `echo` is true", param="max_tokens")
+    if isinstance(request.prompt, list) and isinstance(request.prompt[0], str | list):
+        _at_most(settings.max_choices, len(request.prompt), "prompt", "prompts")
+
+
+def _check_common(request: Generation, settings: Settings) -> None:
+    _at_most(settings.max_choices, request.n or 1, "n", "answers")
+    if request.stream_options is not None and not request.stream:
+        raise InvalidValue("stream_options needs `stream: true`", param="stream_options")
+    for key in request.logit_bias or {}:
+        if not (key.isascii() and key.isdigit()):
+            raise InvalidValue(f"logit_bias: {key[:50]!r} is no token id", param="logit_bias")
+
+
+def _at_most(limit: int, asked: int, param: str, what: str) -> None:
+    if asked > limit:
+        raise UnsupportedParameter(f"{param}: this server gives at most {limit} {what} a request", param=param)
+
+
+# ---------------------------------------------------------------- messages
+def check_messages(messages: Iterable[Message]) -> None:
+    """Raises for a part that isn't text, and for a turn that lacks what its role needs."""
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if message.role == "tool" and message.tool_call_id is None:
+            raise InvalidValue("A tool's message needs tool_call_id", param=f"{where}.tool_call_id")
+        if message.content is None and message.role in {"system", "developer", "user"}:
+            raise InvalidValue(f"A message of role {message.role} needs content", param=f"{where}.content")
+        for number, part in enumerate(message.content if isinstance(message.content, list) else []):
+            place = f"{where}.content[{number}]"
+            if part.type not in {"text", "refusal"}:
+                raise UnsupportedParameter(f"{place}: parts of type {part.type[:50]!r} aren't offered", param=place)
+            if part.type == "text" and part.text is None:
+                raise InvalidValue(f"{place}: a text part needs text", param=f"{place}.text")
+
+
+# ---------------------------------------------------------------- tools and formats
+def check_tools(tools: list[Tool], settings: Settings) -> None:
+    """Raises for tools that aren't functions, share a name, or have too large a schema."""
+    seen = set()
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        if tool.type != "function":
+            raise UnsupportedParameter(f"{where}: tools of type {tool.type[:50]!r} aren't offered", param=where)
+        if tool.function is None:
+            raise InvalidValue(f"{where}: a function tool needs `function`", param=f"{where}.function")
+        if tool.function.name in seen:
+            raise InvalidValue(f"{where}: there are two functions {tool.function.name!r}", param=where)
+        seen.add(tool.function.name)
+        check_size(tool.function.parameters, settings, f"{where}.function.parameters")
+
+
+def _check_format(request: ChatRequest, settings: Settings) -> None:
+    wish = request.response_format
+    if wish is None or wish.type != "json_schema":
+        return
+    if wish.json_schema is None:
+        raise InvalidValue("response_format: type json_schema needs json_schema", param="response_format.json_schema")
+    check_size(wish.json_schema.schema_, settings, "response_format.json_schema.schema")
+
+
+def check_size(schema: object, settings: Settings, param: str) -> None:
+    size = len(json.dumps(schema, ensure_ascii=False).encode())
+    if size > settings.max_schema_bytes:
+        message = f"{param}: the schema has {size} bytes; at most {settings.max_schema_bytes} are taken"
+        raise InvalidValue(message, param=param)

@@ -1,0 +1,119 @@
+"""A request's wishes → sequences for the engine.
+
+Owns the defaults: what the client left open is taken from the model's recommendations, then from ours. Runs in the
+server's worker thread; pure but for the seed that it draws.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any
+
+from server import messages
+from server.errors import InvalidValue
+from server.messages import Grammar, Sampling
+from server.schema import Generation
+from server.settings import Settings
+from server.tokenizer import Tokenizer
+
+SEED_BITS = 64
+COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the loaded model can take."""
+
+    vocabulary: int
+    context: int
+
+    @classmethod
+    def of(cls, ready: messages.Ready, settings: Settings) -> Bounds:
+        return cls(ready.vocab_size, min(ready.context, settings.context or ready.context))
+
+    def check_ids(self, ids: List[int], param: str) -> None:
+        """Raises for an id beyond the vocabulary: unchecked, it would read or write foreign memory in the engine."""
+        if ids and (largest := max(ids)) >= self.vocabulary:
+            message = f"{param}: token id {largest} is beyond the vocabulary of {self.vocabulary}"
+            raise InvalidValue(message, param=param)
+
+    def room(self, prompt: int, asked: int | None) -> int:
+        """Most tokens of an answer. Where not even one fits, opening the request is refused with both numbers."""
+        free = max(1, self.context - prompt)
+        return free if asked is None else min(asked, free)
+
+
+def sampling(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> Sampling:
+    """How the request's tokens are drawn, with nothing left open."""
+
+    def value(name: str, otherwise: float) -> Any:
+        wish = getattr(request, name)
+        return wish if wish is not None else tokenizer.defaults.get(name, otherwise)
+
+    bias = {int(token): weight for token, weight in (request.logit_bias or {}).items()}
+    bounds.check_ids(list(bias), "logit_bias")
+    top_p = float(value("top_p", 1.0))
+    return Sampling(
+        seed=seed(request.seed),
+        temperature=float(value("temperature", 1.0)) if top_p else 0.0,  # of nothing, only the best is left
+        top_p=top_p or 1.0,
+        top_k=min(max(0, int(value("top_k", 0))), bounds.vocabulary),
+        min_p=float(value("min_p", 0.0)),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=float(value("repetition_penalty", 1.0)) or 1.0,
+        logit_bias=bias,
+    )
+
+
+def seed(wish: int | None) -> int:
+    """64 bits: the client's, or drawn here, so that a continuation elsewhere draws the same tokens."""
+    return secrets.randbits(SEED_BITS) if wish is None else wish & (2**SEED_BITS - 1)
+
+
+def stop_ids(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> list[int]:
+    """Ids that end an answer."""
+    wished = request.stop_token_ids or []
+    bounds.check_ids(wished, "stop_token_ids")
+    own = frozenset() if request.ignore_eos else tokenizer.eos_ids
+    return sorted({*wished, *(token for token in own if token < bounds.vocabulary)})
+
+
+def sequences(
+    request: Generation,
+    prompts: List[list[int]],
+    *,
+    tokenizer: Tokenizer,
+    bounds: Bounds,
+    max_tokens: int | None,
+    logprobs: int = -1,
+    prompt_logprobs: bool = False,
+    grammar: Grammar | None = None,
+    marks: List[int] = (),
+) -> list[messages.Sequence]:
+    """One sequence a prompt and choice, in the order of the answer's indices."""
+    if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
+        raise InvalidValue("min_tokens is larger than the most tokens of the answer", param="min_tokens")
+    draws = sampling(request, tokenizer, bounds)
+    ends = stop_ids(request, tokenizer, bounds)
+    made: list[messages.Sequence] = []
+    for prompt in prompts:
+        room = bounds.room(len(prompt), max_tokens)
+        for _ in range(request.n or 1):
+            made.append(
+                messages.Sequence(
+                    prompt=prompt,
+                    sampling=draws,
+                    max_tokens=room,
+                    min_tokens=min(request.min_tokens or 0, room),
+                    stop_ids=ends,
+                    choice=len(made),
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                    grammar=grammar,
+                    marks=list(marks),
+                )
+            )
+    return made

@@ -1,0 +1,81 @@
+"""What every route needs: the settings, the model's names, and the parts below.
+
+Owns the one worker thread in which bodies are parsed, checked, templated and tokenised, so that the event loop never
+stops reading the seam. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from server.errors import ModelNotFound, NotReady, StartupError
+from server.messages import Ready
+from server.metrics import Metrics
+from server.settings import Settings
+from server.supervisor import Supervisor
+from server.tokenizer import Tokenizer
+
+MAX_NOTED = 200  # names of unknown fields come from clients
+
+log = logging.getLogger("marathon.api")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The served model and all that serves it."""
+
+    settings: Settings
+    name: str  # the model's id
+    created: int
+    tokenizer: Tokenizer
+    supervisor: Supervisor
+    metrics: Metrics
+    worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="text"))
+    noted: set[str] = field(default_factory=set)  # unknown fields that the log has named
+
+    @property
+    def names(self) -> set[str]:
+        """Every name under which the model answers; only its id and the aliases are listed."""
+        given = {self.settings.model} if self.settings.model else set()
+        return {self.name, "default", *self.settings.model_alias, *given}
+
+    @property
+    def context(self) -> int | None:
+        """Positions a sequence may have; before the first engine is up, what the model's folder says."""
+        ready = self.supervisor.known
+        sizes = [ready.context if ready else self.tokenizer.context, self.settings.context]
+        return min((size for size in sizes if size is not None), default=None)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound for a name that isn't ours; none at all means the served model."""
+        if name is not None and name not in self.names:
+            raise ModelNotFound(f"The model {name[:200]!r} isn't served here; {self.name!r} is", param="model")
+
+    async def known(self) -> Ready:
+        """Facts of the loaded model; waits while the first engine loads it. Raises NotReady when there can be none."""
+        if (ready := self.supervisor.known) is not None:
+            return ready
+        try:
+            return await self.supervisor.wait_known()
+        except StartupError as error:
+            raise NotReady(f"The model can't be loaded: {error}") from error
+
+    async def think(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """`work(*arguments)` in the worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.worker, work, *arguments)
+
+    def note_unknown(self, endpoint: str, fields: list[str]) -> None:
+        """Counts fields that nobody knows; each name is logged once."""
+        if not fields:
+            return
+        self.metrics.unknown_fields(endpoint, len(fields))
+        for name in fields:
+            if name not in self.noted and len(self.noted) < MAX_NOTED:
+                self.noted.add(name)
+                log.warning("a request has the unknown field %r; it is ignored", name[:100])

@@ -1,0 +1,193 @@
+"""The wire types: what a client gets.
+
+Owns the documented shape of every answer. Routes build plain dictionaries, which costs less; the tests hold them
+against these shapes. Runs at start only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+# ---------------------------------------------------------------- errors
+class Error(Shape):
+    message: str = Field(description="what is wrong, for people", examples=["messages: Field required"])
+    type: str = Field(description="kind of error", examples=["invalid_request_error"])
+    param: str | None = Field(description="the request field at fault", examples=["messages"])
+    code: str | None = Field(description="the error, for programs", examples=["invalid_value"])
+
+
+class ErrorBody(Shape):
+    """Body of every answer that isn't a success."""
+
+    error: Error
+
+
+# ---------------------------------------------------------------- what completions share
+class PromptDetails(Shape):
+    cached_tokens: int = Field(description="prompt tokens that needed no work, known from an earlier prompt")
+
+
+class CompletionDetails(Shape):
+    reasoning_tokens: int = Field(description="tokens of the reasoning, tags included")
+
+
+class Usage(Shape):
+    prompt_tokens: int
+    completion_tokens: int = Field(description="tokens drawn, an end token included")
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
+
+
+# ---------------------------------------------------------------- chat
+class Alternative(Shape):
+    token: str = Field(description="decoded text; � where it isn't whole characters")
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(Shape):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(Shape):
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallDelta(Shape):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class AnswerMessage(Shape):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="the same as `reasoning_content`")
+    tool_calls: list[ToolCall] | None = None
+
+
+class Delta(Shape):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+ChatFinish = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(Shape):
+    index: int
+    message: AnswerMessage
+    finish_reason: ChatFinish
+    logprobs: ChatLogprobs | None
+
+
+class ChunkChoice(Shape):
+    index: int
+    delta: Delta
+    finish_reason: ChatFinish | None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(Shape):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatCompletionChunk(Shape):
+    """One event of a streamed chat answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+# ---------------------------------------------------------------- text completions
+class TextLogprobs(Shape):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Shape):
+    text: str
+    index: int
+    finish_reason: Literal["stop", "length"] | None
+    logprobs: TextLogprobs | None
+
+
+class TextCompletion(Shape):
+    """Answer of POST /v1/completions, and one event of a streamed one (whose finish_reason is null until the last)."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | None = None
+
+
+# ---------------------------------------------------------------- the rest
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str = Field(description="id of the served model")
+    max_model_len: int | None = Field(description="positions of the context, once known")
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Shape):
+    """Answer of POST /tokenize, with the fields of both customary forms."""
+
+    tokens: list[Any] = Field(description="ids, or with `with_pieces` objects of id and piece")
+    count: int
+    max_model_len: int | None = None
+    token_strs: list[str] | None = None
+
+
+class Text(Shape):
+    """Answer of POST /detokenize, under both customary names."""
+
+    content: str
+    prompt: str

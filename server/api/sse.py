@@ -1,0 +1,73 @@
+"""Server-sent events.
+
+Owns the event stream's response and the bytes of an event. Runs on the event loop. A stream's events are made as
+bytes by whoever knows their shape: a token costs one encoded string between two constant pieces.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import msgspec
+from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from starlette.types import Message, Receive, Scope, Send
+
+from server.api.access import record_of
+from server.live import Live
+
+DONE = b"data: [DONE]\n\n"
+KEEPALIVE = b": keep-alive\n\n"
+ABORT = "marathon.abort"  # in a request's scope, from the server: cuts the connection
+
+encode = msgspec.json.Encoder().encode
+
+
+def event(payload: Any) -> bytes:
+    return b"data: " + encode(payload) + b"\n\n"
+
+
+class EventStream(EventSourceResponse):
+    """Streams `frames` of `live`, and leaves `live` however the stream ends.
+
+    sse-starlette brings the race between stream and disconnect. Its ping is off: a sign of life is the business of
+    whoever reads the news. Its watch for the server's end is off, too: it would cut streams that a drain still lets
+    run. In its place stands a watch for readers that take nothing, for a timer a chunk costs more than the chunk.
+    """
+
+    def __init__(self, frames: AsyncGenerator[bytes, None], live: Live, patience: float) -> None:
+        super().__init__(frames, ping=0, headers={"Cache-Control": "no-cache, no-store"})
+        del self.headers["connection"]  # HTTP/1.0 clients get another
+        self._live = live
+        self._patience = patience
+        self._sending_since = math.inf
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            record_of(scope).facts["finish"] = "reader too slow"
+            await _cut(scope, receive)
+        finally:
+            self._live.close()  # the frames close it too, but a client may leave before the first of them
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        self._sending_since = time.monotonic()
+        await send(message)
+        self._sending_since = math.inf
+
+    async def _listen_for_exit_signal_with_grace(self) -> None:
+        while time.monotonic() - self._sending_since < self._patience:
+            await anyio.sleep(self._patience / 4)
+        raise SendTimeoutError
+
+
+async def _cut(scope: Scope, receive: Receive) -> None:
+    """Ends a connection whose buffer nobody empties."""
+    if ABORT in scope:
+        scope[ABORT]()
+        while (await receive())["type"] != "http.disconnect":
+            pass

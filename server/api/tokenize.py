@@ -1,0 +1,91 @@
+"""POST /tokenize and /detokenize.
+
+Owns both customary forms: `content` in, as llama.cpp has it, and `prompt` or `messages` in, as vLLM has it. Tokenising
+happens in the worker thread. Never needs an engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from server.api import body, policy, tools
+from server.api.chat import render
+from server.api.openapi import body as documented
+from server.api.openapi import errors
+from server.api.sequences import Bounds
+from server.api.served import Served
+from server.api.shapes import Text, Tokens
+from server.errors import InvalidValue
+from server.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
+from server.tokenizer import Tokenizer
+
+
+def routes(served: Served) -> APIRouter:
+    router = APIRouter(tags=["tokens"])
+
+    @router.post(
+        "/tokenize",
+        response_model=Tokens,
+        response_model_exclude_none=True,
+        responses=errors(400, 404, 413),
+        openapi_extra=documented(TokenizeRequest),
+    )
+    async def tokenize(http: Request) -> Any:
+        """Text or a conversation as token ids."""
+        content = await body.read(http, served.settings.max_body_bytes)
+        return await served.think(encode, served, content)
+
+    @router.post(
+        "/detokenize", response_model=Text, responses=errors(400, 404, 413), openapi_extra=documented(DetokenizeRequest)
+    )
+    async def detokenize(http: Request) -> Any:
+        """Token ids as text, special tokens spelled out."""
+        content = await body.read(http, served.settings.max_body_bytes)
+        return await served.think(decode, served, content)
+
+    return router
+
+
+def encode(served: Served, content: bytes) -> dict[str, Any]:
+    request = body.validate(TokenizeRequest, content)
+    served.check_model(request.model)
+    ids = _ids(request, served)
+    known = served.supervisor.known
+    answer: dict[str, Any] = {
+        "tokens": [_piece(token, served.tokenizer) for token in ids] if request.with_pieces else ids,
+        "count": len(ids),
+        "max_model_len": Bounds.of(known, served.settings).context if known else served.tokenizer.context,
+    }
+    return answer | ({"token_strs": [served.tokenizer.spell(i)[0] for i in ids]} if request.return_token_strs else {})
+
+
+def _ids(request: TokenizeRequest, served: Served) -> list[int]:
+    tokenizer = served.tokenizer
+    if request.messages is not None:
+        asked = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
+        chat = ChatRequest.model_validate(asked)
+        policy.check_chat(chat, served.settings)
+        return render(tokenizer, chat, tools.read(chat)).ids
+    if request.content is not None:
+        return tokenizer.encode(request.content, special=True, bos=bool(request.add_special))
+    if request.prompt is not None:
+        return tokenizer.encode(request.prompt, special=True, bos=request.add_special_tokens is not False)
+    raise InvalidValue("One of content, prompt and messages is needed", param="prompt")
+
+
+def _piece(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """llama.cpp's form: text where it is text, else bytes."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return {"id": token, "piece": data.decode("utf-8")}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(data)}
+
+
+def decode(served: Served, content: bytes) -> dict[str, Any]:
+    request = body.validate(DetokenizeRequest, content)
+    served.check_model(request.model)
+    text = served.tokenizer.decode(request.tokens, special=True)
+    return {"content": text, "prompt": text}

@@ -1,0 +1,119 @@
+"""The composition root of the HTTP side.
+
+Owns which routes there are, the order of what every request passes, and the conversion of every failure into one error
+body. Runs on the event loop. Everything it needs is an argument; it makes nothing but the application.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+import server
+from server.api import chat, completions, generic_tools, health, models, openapi, tokenize
+from server.api.access import Access, refusal
+from server.api.security import Keys, Names, read_keys
+from server.api.served import Served
+from server.errors import InvalidValue, MethodNotAllowed, RequestError, UnknownUrl
+from server.locate import locate
+from server.metrics import Metrics
+from server.settings import Settings, is_loopback
+from server.supervisor import Supervisor
+from server.tokenizer import Tokenizer
+
+
+def create_app(served: Served) -> FastAPI:
+    """The application that serves `served`. Raises StartupError for a key file that gives no key."""
+    app = FastAPI(
+        title="Marathon",
+        version=server.__version__,
+        description="OpenAI-compatible text generation whose generations do not die.",
+        lifespan=lifespan(served),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
+    for prefix in ("/v1", ""):  # the latter for clients whose base URL lacks it
+        for protocol in (chat, completions, models):
+            app.include_router(protocol.routes(served, prefix), include_in_schema=bool(prefix))
+    app.include_router(tokenize.routes(served))
+    app.include_router(health.routes(served))
+    _add_handlers(app)
+    _add_middleware(app, served)
+    return app
+
+
+def serving(settings: Settings) -> Served:
+    """All that serves the model of the settings. Raises StartupError when there is none or its files are broken."""
+    model = locate(settings)
+    tokenizer = Tokenizer.load(model.path, trust_remote_code=settings.trust_remote_code)
+    metrics = Metrics(CollectorRegistry())
+    supervisor = Supervisor(settings, model.path, metrics)
+    created = int((model.path / "config.json").stat().st_mtime)
+    return Served(settings, model.name, created, generic_tools.with_format(tokenizer), supervisor, metrics)
+
+
+def lifespan(served: Served) -> Callable[[FastAPI], Any]:
+    """Engine and worker thread live as long as the application."""
+
+    @asynccontextmanager
+    async def alive(app: FastAPI) -> AsyncIterator[None]:
+        served.metrics.watch(served.supervisor, served.name)
+        await served.supervisor.start()
+        try:
+            yield
+        finally:
+            await served.supervisor.stop(served.supervisor.clock())
+            served.worker.shutdown(cancel_futures=True)
+
+    return alive
+
+
+# ---------------------------------------------------------------- what every request passes
+def _add_middleware(app: FastAPI, served: Served) -> None:
+    """From the inside out: keys, CORS (so that browsers may read a 401), names, the record of the request."""
+    settings = served.settings
+    app.add_middleware(Keys, keys=read_keys(settings), metrics_open=is_loopback(settings.host))
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],  # answered with the names that were asked for: `*` alone wouldn't cover Authorization
+            allow_private_network=True,
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(Names, settings=settings)
+    app.add_middleware(Access, counts=served.metrics, lines=settings.access_log)
+
+
+# ---------------------------------------------------------------- failures
+def _add_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: RequestError) -> Response:
+        return refusal(request.scope, error)
+
+    @app.exception_handler(HTTPException)
+    async def not_routed(request: Request, error: HTTPException) -> Response:
+        """Starlette's own: no such route, no such method."""
+        path, method = request.url.path[:200], request.method
+        if error.status_code == 405:
+            return refusal(request.scope, MethodNotAllowed(f"{path} doesn't take {method}"), error.headers)
+        if error.status_code == 404:
+            return refusal(request.scope, UnknownUrl(f"There is no {path} here"))
+        return refusal(request.scope, InvalidValue(str(error.detail)))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return refusal(request.scope, InvalidValue(str(first["msg"]), param=str(first["loc"][-1])))

@@ -1,0 +1,159 @@
+"""The error tree: every leaf is mapped, documented, and rendered the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import USER, engine, run_server
+
+from server.api.shapes import ErrorBody
+from server.errors import (
+    Draining,
+    ExceedsMemory,
+    InternalError,
+    NotReady,
+    RequestError,
+    RequestTimeout,
+)
+from server.metrics import REJECTIONS
+
+DOCS = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+
+
+def tree(root: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
+    for kind in root.__subclasses__():
+        yield kind
+        yield from tree(kind)
+
+
+ALL = list(tree())
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_every_error_is_mapped_and_documented(kind: type[RequestError]) -> None:
+    assert 400 <= kind.status < 600
+    assert f"| {kind.__name__} | {kind.status} | {kind.code} |" in DOCS
+    assert kind.reason in REJECTIONS
+    assert kind.__doc__
+
+
+def test_codes_tell_errors_apart() -> None:
+    assert len({kind.code for kind in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_permanent_refusals_are_not_retried_by_sdks(kind: type[RequestError]) -> None:
+    retried = kind.status in (408, 409, 429) or kind.status >= 500
+    headers = kind("x", retry_after=3).headers()
+    transient = kind in (NotReady, Draining, InternalError) or kind.status == 429
+    assert not retried or transient or headers["x-should-retry"] == "false"
+
+
+async def test_unknown_routes_and_methods_have_the_error_body() -> None:
+    async with run_server() as site:
+        for method, path, status, code in (
+            ("POST", "/v1/no-such-thing", 404, "unknown_url"),
+            ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+            ("DELETE", "/v1/models", 405, "method_not_allowed"),
+            ("GET", "/v1/models/nobody", 404, "model_not_found"),
+            ("GET", "/v1/", 404, "unknown_url"),
+            ("OPTIONS", "/v1/chat/completions", 405, "method_not_allowed"),
+        ):
+            answer = await site.client.request(method, path)
+            assert answer.status_code == status, (method, path)
+            assert ErrorBody.model_validate_json(answer.content).error.code == code
+            assert answer.headers["content-type"] == "application/json"
+        assert (await site.client.get("/v1/chat/completions")).headers["allow"] == "POST"
+
+
+async def test_a_request_that_is_no_http_has_the_error_body() -> None:
+    import asyncio
+
+    async with run_server() as site:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(site.url.rsplit(":", 1)[1]))
+        writer.write(b"HELLO WORLD\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert ErrorBody.model_validate_json(body)
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b"\xff", b"{", b'{"messages": NaN}'], ids=repr)
+async def test_bodies_that_are_no_json_object_are_400(body: bytes) -> None:
+    async with run_server() as site:
+        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
+            answer = await site.client.post(path, content=body)
+            assert answer.status_code == 400
+            assert ErrorBody.model_validate_json(answer.content).error.code == "invalid_value"
+
+
+async def test_a_large_body_is_413_whether_or_not_its_length_is_told() -> None:
+    async def pieces() -> Any:
+        for _ in range(100):
+            yield b"x" * 1000
+
+    async with run_server(max_body_bytes=5000) as site:
+        for content in (b"x" * 6000, pieces()):
+            answer = await site.client.post("/v1/chat/completions", content=content)
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "request_too_large"
+        metrics = (await site.client.get("/metrics")).text
+        assert 'marathon_requests_rejected_total{endpoint="chat",reason="body_too_large"} 2.0' in metrics
+
+
+async def test_a_mistake_of_ours_is_500_without_a_path_or_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_server() as site:
+        monkeypatch.setattr("server.api.chat.prepare", lambda *_: 1 / 0)
+        answer = await site.chat()
+        assert answer.status_code == 500
+        error = ErrorBody.model_validate_json(answer.content).error
+        assert error.code == "internal_error"
+        assert "division" not in error.message
+        assert answer.headers["x-request-id"]
+        monkeypatch.undo()
+        assert (await site.chat()).status_code == 200
+
+
+async def test_before_the_first_engine_is_up_requests_wait_and_ready_says_so() -> None:
+    async with run_server(engine(load_seconds=0.5), ready=False) as site:
+        early = await site.client.get("/ready")
+        assert (early.status_code, early.json()["error"]["code"]) == (503, "not_ready")
+        assert int(early.headers["retry-after"]) >= 1
+        assert (await site.client.get("/v1/models")).status_code == 200
+        health = (await site.client.get("/health")).json()
+        assert (health["status"], health["engine"]["up"], health["batching"]) == ("not ready", False, None)
+        assert (await site.client.get("/live")).status_code == 200
+        assert (await site.chat()).status_code == 200
+
+
+async def test_a_deadline_that_passes_is_408_for_a_plain_answer_and_an_event_in_a_stream() -> None:
+    fake = engine(say=lambda sequence, position: 300, step_seconds=0.01)
+    async with run_server(fake, request_timeout_seconds=0.2) as site:
+        answer = await site.chat()
+        assert answer.status_code == RequestTimeout.status
+        assert answer.headers["x-should-retry"] == "false"
+        events = await site.stream_chat()
+        assert events[-1]["error"]["code"] == "timeout"
+        await site.until(lambda: not fake.rows)
+
+
+async def test_a_refusal_is_counted_by_its_reason() -> None:
+    async with run_server() as site:
+        await site.chat(temperature=5)
+        await site.complete(suffix="x")
+        metrics = (await site.client.get("/metrics")).text
+        assert 'marathon_requests_rejected_total{endpoint="chat",reason="invalid"} 1.0' in metrics
+        assert 'marathon_requests_rejected_total{endpoint="completions",reason="unsupported"} 1.0' in metrics
+        assert 'marathon_http_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0' in metrics
+
+
+async def test_a_sequence_that_could_never_fit_is_refused_with_both_numbers() -> None:
+    fake = engine(ready={"memory_limit": 500, "weights_bytes": 1000})
+    async with run_server(fake) as site:
+        error = (await site.post("/v1/chat/completions", {"messages": USER})).json()["error"]
+        assert error["code"] == ExceedsMemory.code
+        assert "500" in error["message"]
