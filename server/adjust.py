@@ -31,6 +31,10 @@ def _asks(sequence: Sequence) -> bool:
     return bool(_penalises(sequence) or sequence.sampling.logit_bias or sequence.min_tokens)
 
 
+def _histogram(tokens: list[int], vocab: int) -> mx.array:
+    return mx.array(np.bincount(np.array(tokens, dtype=np.int64), minlength=vocab)[:vocab].astype(np.float32))
+
+
 class Adjust:
     """Adjustments of one batch. `state` lists its device arrays, for the cache guard."""
 
@@ -89,7 +93,9 @@ class Adjust:
         if not self._ready:
             self._build(logits.shape[-1])
         self._hold_back(positions, logits.shape[-1])
-        rows = (logits if self._all else logits[self._rows]).astype(mx.float32) + self._bias
+        rows = (logits if self._all else logits[self._rows]).astype(mx.float32)
+        if self._bias is not None:
+            rows = rows + self._bias
         if self._penalised:
             rows = self._penalise(rows)
         if self._blocked is not None:
@@ -107,17 +113,22 @@ class Adjust:
             self._counts = self._counts.at[mx.arange(len(self._penalised)), mine].add(1.0)
 
     def _build(self, vocab: int) -> None:
-        sequences = [self._sequences[i] for i in self._asking]
-        bias = np.zeros((len(sequences), vocab), dtype=np.float32)
-        for row, sequence in enumerate(sequences):
-            for token, value in sequence.sampling.logit_bias.items():
-                bias[row, token] = value
-        self._rows, self._bias = mx.array(self._asking), mx.array(bias)
+        self._rows = mx.array(self._asking)
+        self._bias = self._build_bias(vocab)
         self._blocked: mx.array | None = None
         self._held = ()
         self._ready = True
         if self._penalised:
             self._build_counts(vocab)
+
+    def _build_bias(self, vocab: int) -> mx.array | None:
+        biases = [self._sequences[i].sampling.logit_bias for i in self._asking]
+        if not any(biases):
+            return None
+        dense = np.zeros((len(biases), vocab), dtype=np.float32)
+        for row, bias in enumerate(biases):
+            dense[row, list(bias)] = list(bias.values())
+        return mx.array(dense)
 
     def _build_counts(self, vocab: int) -> None:
         sequences = [self._sequences[i] for i in self._penalised]
@@ -126,27 +137,30 @@ class Adjust:
         counts = []
         for i in self._penalised:
             kept = self._kept[i]
-            fresh = np.bincount(np.array(self._outputs[i], dtype=np.int64), minlength=vocab)[:vocab].astype(np.float32)
-            counts.append(kept if kept is not None else mx.array(fresh))
+            counts.append(_histogram(self._outputs[i], vocab) if kept is None else kept)
         self._counts = mx.stack(counts)
-        prompts = np.zeros((len(sequences), vocab), dtype=np.bool_)
-        for row, sequence in enumerate(sequences):
-            prompts[row, np.array(sequence.prompt, dtype=np.int64)] = True
-        self._prompts = mx.array(prompts)
+        repeats = [s.sampling.repetition_penalty or 1.0 for s in sequences]
+        self._prompts: mx.array | None = None  # [P, V] which ids stand in the prompt, if anybody asks
+        if any(repeat != 1.0 for repeat in repeats):
+            prompts = np.zeros((len(sequences), vocab), dtype=np.bool_)
+            for row, sequence in enumerate(sequences):
+                prompts[row, sequence.prompt if repeats[row] != 1.0 else []] = True
+            self._prompts = mx.array(prompts)
 
         def column(values: list[float]) -> mx.array:
             return mx.array(np.array(values, dtype=np.float32)[:, None])
 
         self._presence = column([s.sampling.presence_penalty for s in sequences])
         self._frequency = column([s.sampling.frequency_penalty for s in sequences])
-        self._repetition = column([s.sampling.repetition_penalty or 1.0 for s in sequences])
+        self._repetition = column(repeats)
 
     def _penalise(self, rows: mx.array) -> mx.array:
         assert self._counts is not None
         mine = rows if len(self._penalised) == len(self._asking) else rows[self._places]
         used = self._counts > 0
-        scaled = mx.where(mine > 0, mine / self._repetition, mine * self._repetition)
-        mine = mx.where(used | self._prompts, scaled, mine)
+        if self._prompts is not None:
+            scaled = mx.where(mine > 0, mine / self._repetition, mine * self._repetition)
+            mine = mx.where(used | self._prompts, scaled, mine)
         mine = mine - self._frequency * self._counts - self._presence * used
         if len(self._penalised) == len(self._asking):
             return mine

@@ -7,6 +7,7 @@ work are bounded by llguidance's limits; a grammar that goes beyond them fails i
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,41 +18,63 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from server.messages import Sequence
 
+_EOS_FILES = ("generation_config.json", "config.json")
+
 
 class Matcher:
     """One row's grammar; implements `batching.Constraint`."""
 
-    def __init__(self, matcher: LLMatcher, words: int, stops: list[int]) -> None:
+    def __init__(self, matcher: LLMatcher, words: int, *, stops: list[int], ends: list[int]) -> None:
+        """`stops`: the row's own stop ids; `ends`: what the grammar's library takes for the end of a text."""
         self._matcher = matcher
         self._mask = allocate_token_bitmask(1, words * 32)
-        self._stops = stops
+        self._stops, self._ends = frozenset(stops), frozenset(ends)
+
+    @property
+    def _complete(self) -> bool:
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def _closing(self) -> frozenset[int]:
+        """The ids that may end the text here. A row without stop ids fills up with ends once its text is complete."""
+        if self._complete:
+            return self._stops or self._ends
+        return self._stops if self._matcher.is_accepting() else frozenset()
 
     def accept(self, token: int) -> None:
         """Raises ValueError when the grammar doesn't allow the token or gives up."""
-        if token in self._stops and self._matcher.is_accepting():
-            return
-        if not self._matcher.consume_token(token):
-            raise ValueError(self._matcher.get_error() or f"token {token} isn't allowed here")
+        if token not in self._closing() and not self._matcher.consume_token(token):
+            raise ValueError(_first_line(self._matcher.get_error()) or f"token {token} isn't allowed here")
 
     def mask(self) -> np.ndarray[Any, Any]:
-        """Packed int32 [words]; once the grammar is complete only stop ids are left."""
+        """Packed int32 [words]; once the text is complete only what ends it is left. Raises ValueError as `accept`."""
         mask = self._mask[0]
-        if self._matcher.is_stopped() and not self._matcher.is_error():
+        if self._complete:
             mask[:] = 0
         else:
             fill_next_token_bitmask(self._matcher, self._mask, 0)
-        if self._matcher.is_accepting() or self._matcher.is_stopped():
-            for stop in self._stops:
-                mask[stop // 32] |= np.uint32(1 << (stop % 32)).astype(np.int32)
-        return mask
+        if self._matcher.is_error():
+            raise ValueError(_first_line(self._matcher.get_error()))
+        for token in self._ends:
+            mask[token // 32] &= ~_bit(token)
+        for token in self._closing():
+            mask[token // 32] |= _bit(token)
+        return np.asarray(mask)
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << token % 32).astype(np.int32)
+
+
+def _first_line(error: str) -> str:
+    """llguidance's errors go on with its state and the whole grammar."""
+    return error.strip().partition("\n")[0]
 
 
 class Grammars:
     """Compiles grammars for one model. Owned by the loop."""
 
     def __init__(self, model_path: Path, vocab_size: int) -> None:
-        self._path = model_path / "tokenizer.json"
-        self._vocab = vocab_size
+        self._path = model_path
         self._words = -(-vocab_size // 32)
         self._tokenizer: LLTokenizer | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -63,17 +86,29 @@ class Grammars:
     def _compile(self, sequence: Sequence, generated: list[int]) -> Matcher:
         assert sequence.grammar is not None
         if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(
-                self._path.read_text(), n_vocab=self._words * 32, eos_token=sequence.stop_ids[:1] or None
-            )
+            self._tokenizer = self._load()
         matcher = LLMatcher(self._tokenizer, sequence.grammar.text, log_level=0)
         if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        ready = Matcher(matcher, self._words, sequence.stop_ids)
+            raise ValueError(_first_line(matcher.get_error()))
+        ready = Matcher(matcher, self._words, stops=sequence.stop_ids, ends=self._tokenizer.eos_tokens)
         for token in generated:
             ready.accept(token)
         return ready
 
+    def _load(self) -> LLTokenizer:
+        """The ids that end a text are the model's own, whatever a first request's stop ids are."""
+        text = (self._path / "tokenizer.json").read_text(encoding="utf-8")
+        return LLTokenizer(text, n_vocab=self._words * 32, eos_token=_eos_ids(self._path))
+
     def close(self) -> None:
         """Forget what isn't compiled yet."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _eos_ids(folder: Path) -> list[int] | None:
+    for name in _EOS_FILES:
+        if (file := folder / name).is_file():
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if found is not None:
+                return found if isinstance(found, list) else [found]
+    return None

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from time import monotonic
 
 from server import faults as faults_module
 from server import messages
@@ -87,6 +88,7 @@ class Pulse:
         self._stopped = threading.Event()
         self.count = 0
         self.stage = "starting"
+        self._beaten = monotonic()
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="writer", daemon=True).start()
@@ -103,9 +105,11 @@ class Pulse:
     def beat(self) -> None:
         """A chunk, a step or a stage is done."""
         self.count += 1
+        self._beaten = monotonic()
 
     def report(self) -> None:
-        self._seam.send(Progress(self._epoch, self.count, self.stage, self._snapshot))
+        still = monotonic() - self._beaten
+        self._seam.send(Progress(self._epoch, self.count, self.stage, self._snapshot, still))
 
     def _run(self) -> None:
         while not self._stopped.wait(PROGRESS_SECONDS):

@@ -23,6 +23,7 @@ from server.errors import StartupError
 ACTS = ("kill", "abort", "raise", "stall", "garbage", "poison")
 PLACES = ("prefill", "decode", "resume")
 POISON_AFTER = 5  # output tokens
+_DEFAULTS = {"slow-start": "5", "fail-start": "1000000", "leak": ""}  # seconds, starts, buffers a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +55,32 @@ def parse(text: str) -> Spec:
     rest: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition(":")
-        act, _, place = name.partition("@")
         try:
-            if act in ACTS and place in PLACES:
-                step, _, engines = value.partition("*")
-                faults.append(Fault(act, place, int(step), int(engines or 1)))
-            elif name in ("slow-start", "fail-start", "leak"):
-                rest[name] = float(value or {"slow-start": 5, "fail-start": 10**6}[name])
+            if "@" in name:
+                faults.append(_fault(name, value))
             else:
-                raise ValueError(name)
+                default = _DEFAULTS[name]
+                rest[name] = _amount(value or default, whole=name != "slow-start")
         except (ValueError, KeyError):
             raise StartupError(f"--faults {part!r}: no such fault; see the README for the list") from None
     return Spec(tuple(faults), rest.get("slow-start", 0.0), int(rest.get("fail-start", 0)), int(rest.get("leak", 0)))
+
+
+def _fault(name: str, value: str) -> Fault:
+    act, _, place = name.partition("@")
+    if act not in ACTS or place not in PLACES or (act, place) == ("poison", "resume"):
+        raise ValueError(name)
+    step, star, engines = value.partition("*")
+    if act == "poison":
+        return Fault(act, place, int(_amount(value, least=0)))
+    return Fault(act, place, int(_amount(step)), int(_amount(engines)) if star else 1)
+
+
+def _amount(value: str, *, whole: bool = True, least: int = 1) -> float:
+    number = int(value) if whole else float(value)
+    if not (least if whole else 0) <= number < 10**9:  # a NaN isn't
+        raise ValueError(value)
+    return number
 
 
 class Faults:

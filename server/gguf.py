@@ -1,8 +1,8 @@
 """A GGUF file of the Llama architecture → an MLX model folder.
 
-Run as a child process of its own (`python -P -m server.gguf SOURCE FOLDER`) so that neither server nor engine ever holds
-the weights twice. Keeps the file's own quantised values: MLX reads Q4_1 and Q8_0 into its own layout without rounding,
-so nothing is quantised again. Only what the starter model needs: no other architecture, no other tokenizer kind.
+Run as a child process of its own (`python -P -m server.gguf SOURCE FOLDER`), so that neither server nor engine ever
+holds the weights twice. Keeps the quantised values of the file: MLX reads Q4_1 and Q8_0 into its own layout without
+rounding, so nothing is quantised again. Only what the starter model needs: one architecture, one kind of tokenizer.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def _read(source: Path) -> tuple[dict[str, mx.array], Metadata]:
-    mx.set_default_device(mx.cpu)
     try:
-        arrays, metadata = mx.load(str(source), format="gguf", return_metadata=True)
+        loaded: Any = mx.load(str(source), format="gguf", return_metadata=True)
     except (RuntimeError, ValueError) as error:
         raise StartupError(f"{source.name} is no GGUF file: {error}") from None
+    arrays, metadata = loaded
     plain = {key: value.tolist() if isinstance(value, mx.array) else value for key, value in metadata.items()}
     for key, known in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2")):
         if plain.get(key) != known:
@@ -65,7 +65,12 @@ def _read(source: Path) -> tuple[dict[str, mx.array], Metadata]:
 
 
 def _renamed(arrays: dict[str, mx.array], metadata: Metadata) -> Iterator[tuple[str, mx.array]]:
-    """The weights under mlx-lm's names, query and key rows in its order."""
+    """The weights under mlx-lm's names, query and key rows in its order.
+
+    Scales decide in which type the model computes: half on a GPU. On a CPU, where half is some twenty times slower
+    than float32, they are widened, which changes no value.
+    """
+    width = mx.float16 if mx.is_available(mx.gpu) else mx.float32
     heads = {
         "attn_q": metadata["llama.attention.head_count"],
         "attn_k": metadata["llama.attention.head_count_kv"],
@@ -75,7 +80,7 @@ def _renamed(arrays: dict[str, mx.array], metadata: Metadata) -> Iterator[tuple[
         stem = f"model.layers.{layer[1]}.{_LAYER_NAMES[module]}" if layer else _NAMES[module]
         if module in heads:
             array = unpermute(array, heads[module])
-        yield f"{stem}.{kind}", array.astype(mx.float16) if array.dtype == mx.float32 else array
+        yield f"{stem}.{kind}", array.astype(width) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
 def unpermute(array: mx.array, heads: int) -> mx.array:
@@ -90,7 +95,7 @@ def unpermute(array: mx.array, heads: int) -> mx.array:
 
 def model_config(metadata: Metadata, weights: dict[str, mx.array]) -> dict[str, Any]:
     """mlx-lm's config.json; the quantisation of each module follows from the shapes of its arrays."""
-    rows = {
+    names = {
         "hidden_size": "embedding_length",
         "num_hidden_layers": "block_count",
         "intermediate_size": "feed_forward_length",
@@ -100,7 +105,7 @@ def model_config(metadata: Metadata, weights: dict[str, mx.array]) -> dict[str, 
         "rope_theta": "rope.freq_base",
         "max_position_embeddings": "context_length",
     }
-    sizes = {key: metadata[f"llama.{name}"] for key, name in rows.items()}
+    sizes = {key: metadata[f"llama.{name}"] for key, name in names.items()}
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -169,6 +174,7 @@ def main(arguments: list[str]) -> int:
     """Exit code 0, or 1 with one line on stderr."""
     try:
         source, folder = map(Path, arguments)
+        mx.set_default_device(mx.cpu)
         convert(source, folder)
     except (StartupError, OSError, ValueError, KeyError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error, file=sys.stderr)

@@ -41,7 +41,7 @@ from server.messages import (
 from server.model import Loaded
 from server.prefill import ChunkFailed, Prefill
 from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, common_prefix
-from server.pressure import Act, Verb
+from server.pressure import BUFFERS, Act, Verb
 from server.residency import Residency
 from server.settings import Settings
 
@@ -96,6 +96,8 @@ class Loop:
         self._started: list[Started] = []
         self._shapes: set[tuple[str, int]] = set()
         self._leaked: list[mx.array] = []
+        # Metal refuses what is beyond its limit, our own count refuses nothing: asked for a limit, we act as Metal does.
+        self._enforced = settings.buffer_limit if residency.source.name == "native" else None
         self._draining = False
 
     def _new_batch(self) -> Batch:
@@ -190,6 +192,7 @@ class Loop:
     # ------------------------------------------------------------ an iteration
     def _iterate(self) -> None:
         try:
+            self._enforce_limit()
             self._join(self._read_prompts())
             self._step()
         except ChunkFailed as failure:
@@ -197,6 +200,10 @@ class Loop:
         except Exception as error:
             self._survive(error, self._groups.stepping)
         self._residency_turn()
+
+    def _enforce_limit(self) -> None:
+        if self._enforced and (self._residency.source.raw() or 0) > self._enforced:
+            raise RuntimeError(f"[native] Resource limit ({self._enforced}) exceeded.")
 
     def _read_prompts(self) -> list[Row]:
         if not self._prefill.readings:
@@ -328,6 +335,9 @@ class Loop:
         Raises Wedged for an error of allocator or device.
         """
         if is_fatal(error) or not rows:
+            if count := self._residency.spent_buffers():
+                limit = self._residency.source.limit or 0
+                self._seam.send(Rotate(self._epoch, count, limit, f"live {BUFFERS}", late=True))
             raise Wedged(f"the device can't go on: {error}") from error
         log.error("a forward pass of %d rows failed: %s", len(rows), error)
         for row in self._groups.take(rows):
@@ -353,12 +363,16 @@ class Loop:
         for act in self._residency.tick(self._take_stock):
             self._execute(act)
 
+    def caches(self) -> Caches:
+        """Of every row, decoding or still reading its prompt."""
+        return self._groups.caches() + [reading.row.caches for reading in self._prefill.readings]
+
     def _take_stock(self) -> int:
         """Bytes of the KV in use. Called when a reading is due, a few times a second."""
         snapshot = self._snapshot
         snapshot.groups = self._groups.state()
         snapshot.waiting = sum(not reading.begun for reading in self._prefill.readings)
-        arrays = cache_arrays(self._groups.caches() + [r.row.caches for r in self._prefill.readings])
+        arrays = cache_arrays(self.caches())
         return sum(array.nbytes for array in arrays)
 
     def _execute(self, act: Act) -> None:
@@ -366,7 +380,7 @@ class Loop:
             for due in self._reclaim(act):
                 self._execute(due)
         elif act.name == Verb.ROTATE:
-            self._seam.send(Rotate(self._epoch, act.reading, act.threshold, act.reason))
+            self._seam.send(Rotate(self._epoch, act.reading, act.threshold, f"live {act.resource}"))
         elif act.name == Verb.PREEMPT and self._rows:
             self._preempt(act)
 

@@ -213,13 +213,14 @@ class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
     seq: int
 
 
-class Rotate(msgspec.Struct, frozen=True, tag="rotate"):
+class Rotate(msgspec.Struct, frozen=True, tag="rotate", omit_defaults=True):
     """The engine asks to be replaced before MLX throws."""
 
     epoch: int
     reading: float
     threshold: float
     reason: str
+    late: bool = False  # MLX has thrown: the process ends by itself
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -312,6 +313,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):
     count: int
     stage: str  # loading, probing, serving
     snapshot: Snapshot | None = None
+    still: float = 0.0  # seconds since the count last rose
 
 
 Event = LoadFailed | Ready | Steps | Failed | Preempted | Rotate | Progress

@@ -5,6 +5,7 @@ Owns nothing after `load` returns. Runs in the engine process's main thread, bef
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from server.cache_guard import cache_arrays
+from server.cache_guard import cache_arrays, pinned_bytes
 from server.errors import StartupError
 from server.messages import LayerCost, Probe
 
 log = logging.getLogger("marathon.engine")
 
 STEP = 256  # positions by which mlx-lm's caches grow
+LARGEST_CHUNK = 2048  # tokens
 _PROBE_LENGTH = 257  # one more than a growth step: tells arrays that grow from arrays that don't
 _NOISE_FACTOR = 16  # batched against alone may differ by so many times what prefill differs from decode
 
@@ -108,15 +110,18 @@ def quantization(config: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- batching
 def _batching(model: nn.Module) -> tuple[int, str]:
     """Width of the logits, and whether two rows of different lengths give the same logits together and alone."""
-    prompts = [[(7 * i + 3) % 50 + 1 for i in range(5)], [(5 * i + 2) % 50 + 1 for i in range(19)]]
-    alone = [_alone(model, prompt) for prompt in prompts]
+    longer = _selects_from(model) + 19
+    prompts = [[(7 * i + 3) % 50 + 1 for i in range(longer - 14)], [(5 * i + 2) % 50 + 1 for i in range(longer)]]
+    read = [_prefilled(model, prompt[:-1]) for prompt in prompts]
+    singles = copy.deepcopy(read)  # the arrays are shared until written to
+    alone = [_next(model, prompt[-1:], caches)[0] for prompt, caches in zip(prompts, read, strict=True)]
     vocab = int(alone[0].shape[-1])
     try:
-        together = _together(model, prompts)
+        together = _together(model, [prompt[-1] for prompt in prompts], singles)
     except Exception as error:  # whatever a model file of somebody's raises
         return vocab, _first_line(error)
     noise = max(_distance(_whole(model, prompt), logits) for prompt, logits in zip(prompts, alone, strict=True))
-    spread = max(float(mx.std(logits).item()) for logits in alone)
+    spread = max(float(mx.std(logits)) for logits in alone)
     allowed = max(_NOISE_FACTOR * noise, 2e-3 * spread)
     apart = max(_distance(a, together[i]) for i, a in enumerate(alone))
     if not apart <= allowed:  # a NaN is not
@@ -127,32 +132,32 @@ def _batching(model: nn.Module) -> tuple[int, str]:
     return vocab, "batched"
 
 
-def _alone(model: nn.Module, prompt: list[int]) -> mx.array:
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([prompt[:-1]]), cache=caches), cache_arrays(caches))
-    return _next(model, [prompt[-1]], caches)[0]
+def _selects_from(model: nn.Module) -> int:
+    """How many positions it takes before attention that selects blocks of keys leaves any out; 0 without such.
+
+    mlx-lm cuts the blocks over padded positions (MiniMax M3), which shows only beyond.
+    """
+    return max(
+        (getattr(part, "index_block_size", 0) * getattr(part, "index_topk_blocks", 0) for part in model.modules()),
+        default=0,
+    )
 
 
 def _whole(model: nn.Module, prompt: list[int]) -> mx.array:
-    logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1].astype(mx.float32)
+    logits: mx.array = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1].astype(mx.float32)
     mx.eval(logits)
     return logits
 
 
 def _next(model: nn.Module, tokens: list[int], caches: list[Any]) -> mx.array:
-    logits = model(mx.array(tokens)[:, None], cache=caches)[:, -1].astype(mx.float32)
+    logits: mx.array = model(mx.array(tokens)[:, None], cache=caches)[:, -1].astype(mx.float32)
     mx.eval(logits, cache_arrays(caches))
     return logits
 
 
-def _together(model: nn.Module, prompts: list[list[int]]) -> mx.array:
-    singles = []
-    for prompt in prompts:
-        caches = make_prompt_cache(model)
-        mx.eval(model(mx.array([prompt[:-1]]), cache=caches), cache_arrays(caches))
-        singles.append(caches)
+def _together(model: nn.Module, tokens: list[int], singles: list[list[Any]]) -> mx.array:
     merged = [layers[0].merge(list(layers)) for layers in zip(*singles, strict=True)]
-    logits = _next(model, [prompt[-1] for prompt in prompts], merged)
+    logits = _next(model, tokens, merged)
     for layer in merged:  # the ways out of a batch must exist as well
         layer.extend(layer.extract(0).merge([layer.extract(0)]))
         layer.filter(mx.array([0]))
@@ -161,27 +166,37 @@ def _together(model: nn.Module, prompts: list[list[int]]) -> mx.array:
 
 
 def _distance(a: mx.array, b: mx.array) -> float:
-    return float(mx.max(mx.abs(a - b)).item())
+    return float(mx.max(mx.abs(a - b)))
 
 
 # ---------------------------------------------------------------- cost
 def row_cost(model: nn.Module) -> list[LayerCost]:
-    """What each cache array of one row takes, from prefills of 1 and 257 tokens: an array whose shape grew holds
-    positions; one that a `max_size` caps stops there; the rest is constant."""
-    short, long = _prefilled(model, 1), _prefilled(model, _PROBE_LENGTH)
+    """What each cache array of one row takes, from rows of 1 and 257 tokens after a decode step: an array whose shape
+    grew holds positions; one that a `max_size` caps stops there; the rest is constant."""
+    short, long = _decoded(model, 1), _decoded(model, _PROBE_LENGTH)
     costs = []
     for (before, _), (after, cap) in zip(_arrays(short), _arrays(long), strict=False):
         axis = next((i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=False)) if a != b), None)
         if axis is None:
-            costs.append(LayerCost(after.nbytes, 0))
+            costs.append(LayerCost(pinned_bytes([after]), 0))  # some models keep a view of something larger
         else:
             costs.append(LayerCost(0, after.nbytes // after.shape[axis], STEP, cap))
     return costs
 
 
-def _prefilled(model: nn.Module, length: int) -> list[Any]:
-    caches = make_prompt_cache(model)
-    model(mx.array([[i % 50 + 1 for i in range(length)]]), cache=caches)
+def _decoded(model: nn.Module, length: int) -> list[Any]:
+    caches = _prefilled(model, _filler(length))
+    _next(model, [1], caches)
+    return caches
+
+
+def _filler(length: int) -> list[int]:
+    return [i % 50 + 1 for i in range(length)]
+
+
+def _prefilled(model: nn.Module, tokens: list[int]) -> list[Any]:
+    caches: list[Any] = make_prompt_cache(model)
+    model(mx.array([tokens]), cache=caches)
     mx.eval(cache_arrays(caches))
     return caches
 
@@ -191,17 +206,30 @@ def _arrays(caches: list[Any]) -> list[tuple[mx.array, int]]:
     found: list[tuple[mx.array, int]] = []
     for cache in caches:
         for part in getattr(cache, "caches", None) or [cache]:
-            cap = getattr(part, "max_size", 0) or getattr(part, "chunk_size", 0) or 0
+            cap = getattr(part, "max_size", 0) or 0
+            if chunk := getattr(part, "chunk_size", 0):  # cut to that size before a step grows it again
+                cap = chunk + STEP
             found += [(array, cap) for array in cache_arrays([part])]
     return found
 
 
-def _chunk_peak(model: nn.Module, length: int = 512) -> int:
-    """Bytes that a prefill chunk needs beyond what it leaves behind."""
+def _chunk_peak(model: nn.Module) -> int:
+    """Bytes that the largest prefill chunk needs beyond what it leaves behind.
+
+    Told from two smaller ones: the part for each token grows with the chunk, and where attention isn't fused the part
+    for each pair of tokens with its square.
+    """
+    small, twice = _peak(model, 256), _peak(model, 512)
+    pairs = max(0.0, (twice - 2 * small) / (512**2 / 2))
+    each = (twice - pairs * 512**2) / 512
+    return int(each * LARGEST_CHUNK + pairs * LARGEST_CHUNK**2)
+
+
+def _peak(model: nn.Module, length: int) -> int:
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    caches = _prefilled(model, length)
+    caches = _prefilled(model, _filler(length))
     kept = mx.get_active_memory() - before
     peak = mx.get_peak_memory() - before
     del caches
@@ -211,7 +239,7 @@ def _chunk_peak(model: nn.Module, length: int = 512) -> int:
 # ---------------------------------------------------------------- speed
 def _step_seconds(model: nn.Module) -> float:
     """Best time of a lone decode step on a short context."""
-    caches = _prefilled(model, 8)
+    caches = _prefilled(model, _filler(8))
     times = []
     for _ in range(4):
         started = perf_counter()

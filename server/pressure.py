@@ -77,10 +77,6 @@ class Act:
     reading: float
     threshold: float
 
-    @property
-    def reason(self) -> str:
-        return f"{self.reading:,.0f} {self.resource} in use, and {self.name} is due from {self.threshold:,.0f}"
-
 
 class Pressure:
     """The level of each resource. Owned by Residency."""
@@ -125,6 +121,8 @@ class _Ladder:
         """Falls at once. A rise, and a level that lasts, asks for a reclaim."""
         wanted = self._rungs.level(reading.value / reading.limit, self.level)
         wait = RETRY_SECONDS if wanted > self.level or wanted == Level.ROTATE else RECLAIM_SECONDS
+        if reading.rising and wanted == Level.ROTATE > self.level:
+            wait = 0.0  # a race with the end: the next reading decides
         self.level = max(min(wanted, self.level), min(wanted, Level.RECLAIM))
         if wanted == Level.CALM or now - self._asked < wait:
             return None

@@ -8,7 +8,9 @@ only the other end of its seam is replaced, by a script that speaks when the lon
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +21,11 @@ from server.cache_guard import cache_arrays, census, pending_leaves
 from server.engine import Pulse, Seam
 from server.faults import Faults, parse
 from server.loop import Loop
-from server.messages import Command, Drain, Event, Finding, Sampling, Sequence, Snapshot, Start, Steps, Submit
+from server.messages import Command, Drain, Event, Failed, Finding, Sampling, Sequence, Snapshot, Start, Steps, Submit
 from server.model import Loaded
 from server.pressure import Fit, Slope
-from server.residency import Residency, Source
-from server.settings import load
+from server.residency import Off, Residency, Source
+from server.settings import Settings, load
 
 EVERY = 40  # steps between two arrivals
 STAY = 44  # tokens of the first short row of an arrival; the others stay longer, so that each leaves alone
@@ -42,6 +44,10 @@ class Arrival:
     prompt: list[int]
     tokens: int
 
+    @property
+    def sequence(self) -> Sequence:
+        return Sequence(self.prompt, Sampling(seed=self.number, temperature=0), self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -55,7 +61,7 @@ class Plan:
     vocabulary: int = 512
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids that no other row begins with; never a control token."""
+        """Token ids, none of them a control token; no neighbour begins alike."""
         length = SHORT_PROMPT if number else LONG_PROMPT
         ids = self.vocabulary - 8
         return [(7 * number + 3 * i) % ids + 8 for i in range(length)]
@@ -96,9 +102,9 @@ class Run:
         """Buffers a step over the last two thirds of the readings, or of those up to a step."""
         return _fit([(r.step, r.buffers) for r in self._kept(upto)])
 
-    def fit_bytes(self) -> Fit | None:
+    def fit_bytes(self, upto: int | None = None) -> Fit | None:
         """Bytes a step that the caches' own growth doesn't explain."""
-        return _fit([(r.step, r.unexplained) for r in self._kept(None)])
+        return _fit([(r.step, r.unexplained) for r in self._kept(upto)])
 
     def baseline(self, upto: int | None = None) -> float:
         """Buffers at step 0, on the fitted line."""
@@ -166,42 +172,55 @@ class _Script(Seam):
     """The loop's seam without a socket: its commands come from the plan, its events go into the run."""
 
     def __init__(self, plan: Plan, run: Run, on_reading: Callable[[], None], ended: Callable[[Run], bool]) -> None:
-        self._run, self._read, self._ended = run, on_reading, ended
+        self._run, self._on_due, self._ended = run, on_reading, ended
         self._arrivals = plan.arrivals()
+        _, (long,) = next(self._arrivals)
+        self._first: Command | None = Submit(1, long.number, long.sequence)
         self._next = next(self._arrivals)
         self._due = PHASE
 
     def receive(self, timeout: float | None) -> Command | None:
-        return next(self.received(), None)  # nobody is there yet, so that the long row's arrival is due
+        """Asked for while nobody is there: at the beginning, which is the long row's, and when that row has failed."""
+        self._first, command = None, self._first
+        return command or Drain(1)
 
     def received(self) -> Iterator[Command]:
+        return iter(self._commands())
+
+    def _commands(self) -> list[Command]:
         step = self._run.step
         if step >= self._due:
-            self._read()
+            self._on_due()
             self._due += EVERY
         if self._ended(self._run):
-            yield Drain(1)
-            return
+            return [Drain(1)]
+        commands: list[Command] = []
         while step >= self._next[0]:
-            for row in self._next[1]:
-                sequence = Sequence(row.prompt, Sampling(seed=row.number, temperature=0), row.tokens)
-                yield Submit(1, row.number, sequence)
+            commands += [Submit(1, row.number, row.sequence) for row in self._next[1]]
             self._next = next(self._arrivals)
+        return commands
 
     def send(self, event: Event) -> None:
         if isinstance(event, Steps):
             for number, token in zip(event.seqs, event.tokens, strict=True):
                 self._run.texts.setdefault(number, []).append(token)
-        elif getattr(event, "message", ""):
-            self._run.failed = self._run.failed or str(getattr(event, "message", ""))
+        elif isinstance(event, Failed):
+            self._run.failed = self._run.failed or event.message
 
 
-def play(plan: Plan, loaded: Loaded, source: Source, *, guard: bool = True, gauge: Gauge | None = None) -> Run:
+def play(plan: Plan, loaded: Loaded, gauge: Gauge, *, guard: bool = True) -> Run:
     """The plan in Marathon's own loop. Prefixes aren't kept, so that all that is held is held by rows."""
-    run, gauge = Run(), gauge or Gauge(source)
+    run = Run()
     values = {"guard": guard, "prefix_cache": 0, "live_buffers": "off", "prefill_stall_ms": 60_000}
-    settings, snapshot = load(values), Snapshot()
-    seam = _Script(plan, run, lambda: gauge.read(run, loop._groups.caches()), _ended(plan))
+    _perform(plan, loaded, gauge, load(values), run)
+    _drop_garbage()
+    return run
+
+
+def _perform(plan: Plan, loaded: Loaded, gauge: Gauge, settings: Settings, run: Run) -> None:
+    """The loop isn't closed but dropped: after `close` no MLX call works in this thread."""
+    snapshot = Snapshot()
+    seam = _Script(plan, run, lambda: gauge.read(run, loop.caches()), _ended(plan))
     loop = Loop(
         seam,
         Pulse(seam, 1, snapshot),
@@ -209,40 +228,28 @@ def play(plan: Plan, loaded: Loaded, source: Source, *, guard: bool = True, gaug
         Start(1, "", ""),
         settings,
         loaded,
-        Residency(source, settings, snapshot),
+        Residency(Off("read from outside"), settings, snapshot),  # it mustn't act on what is watched here
         Faults(parse(""), epoch=1, write_garbage=seam.send_garbage),
     )
     loop.run()
-    loop.close()
-    return run
 
 
-def play_mlx_lm(
-    plan: Plan,
-    loaded: Loaded,
-    source: Source,
-    *,
-    gauge: Gauge | None = None,
-    ended: Callable[[Run], bool] | None = None,
-) -> Run:
-    """The same plan in mlx-lm's BatchGenerator, which may not be able to."""
-    run, gauge, ended = Run(), gauge or Gauge(source), ended or _ended(plan)
+def play_mlx_lm(plan: Plan, loaded: Loaded, gauge: Gauge, ended: Callable[[Run], bool] | None = None) -> Run:
+    """The same plan in mlx-lm's BatchGenerator, which may not be able to; on until `ended` if given."""
+    run = Run()
     stream = mx.default_stream(mx.default_device())
     generator = BatchGenerator(loaded.model, completion_batch_size=_FOREVER, stream=stream)
     try:
-        _generate(generator, plan, run, gauge, ended)
+        _generate(generator, plan, run, gauge, ended or _ended(plan))
     except Exception as error:  # whatever a cache or a model raises that can't be batched
         run.failed = (str(error).strip().splitlines() or [type(error).__name__])[0]
     generator.close()
     del generator
-    gc.collect()
-    mx.clear_cache()
+    _drop_garbage()
     return run
 
 
-def _generate(
-    generator: BatchGenerator, plan: Plan, run: Run, gauge: Gauge, ended: Callable[[Run], bool]
-) -> None:
+def _generate(generator: BatchGenerator, plan: Plan, run: Run, gauge: Gauge, ended: Callable[[Run], bool]) -> None:
     arrivals, due = plan.arrivals(), PHASE
     at, rows = next(arrivals)
     while not ended(run):
@@ -256,3 +263,14 @@ def _generate(
         if run.step >= due:
             gauge.read(run, [*generator._generation_batch.prompt_cache, *generator._prompt_batch.prompt_cache])
             due += EVERY
+
+
+def _drop_garbage() -> None:
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+
+
+def caches_in_words(caches: Many[Any]) -> str:
+    """`3 ArraysCache, 1 KVCache`."""
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(type(cache).__name__ for cache in caches).items())

@@ -178,6 +178,11 @@ class Residency:
             self._note_settled(snapshot.live_raw, now)
         return snapshot.live_settled
 
+    def spent_buffers(self) -> int | None:
+        """The count, if there are next to none left: why the allocator has just refused one."""
+        raw, limit = self.source.raw(), self.source.limit
+        return raw if raw and limit and raw >= RUNGS[BUFFERS].rotate * limit else None
+
     # ------------------------------------------------------------ readings
     def _read(self, kv_bytes: int, now: float) -> None:
         snapshot = self._snapshot

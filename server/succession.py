@@ -230,7 +230,7 @@ class Succession:
 
     def _progressed(self, progress: messages.Progress) -> None:
         if progress.count != self._count:
-            self._count, self._moved = progress.count, self._clock()
+            self._count, self._moved = progress.count, max(self._moved, self._clock() - progress.still)
         if progress.snapshot is not None:
             self.snapshot = progress.snapshot
             self._roster.observe(progress.snapshot)
@@ -241,12 +241,13 @@ class Succession:
             return
         age = self._clock() - self._ready_at
         log.warning(
-            "engine %d is replaced after %.0f s: %s at %.6g, threshold %.6g",
-            self.link.pid, age, wish.reason, wish.reading, wish.threshold,
+            "engine %d %s after %.0f s: %s at %.6g, threshold %.6g",
+            self.link.pid, "ends" if wish.late else "is replaced", age, wish.reason, wish.reading, wish.threshold,
         )  # fmt: skip
-        self._act("rotate", wish.reading, wish.threshold)
-        self._leave(self.link, "rotation")
-        if self._pace.rotated(age):
+        if not wish.late:  # else it's a death, which it only foretells
+            self._act("rotate", wish.reading, wish.threshold)
+            self._leave(self.link, "rotation")
+        if self._pace.rotated(age, late=wish.late):
             message = (
                 f"A leak: {wish.reason} at {wish.reading:.6g}, threshold {wish.threshold:.6g}, {age:.0f} s after a new "
                 f"engine was ready, {HASTY_ROTATIONS} times in a row; replacing it more often than each "

@@ -68,9 +68,10 @@ class RotationPace:
         self.minimum = minimum
         self._hasty = 0
 
-    def rotated(self, age: float) -> bool:
-        """An engine asks to be replaced at `age` seconds. True: too soon too often, replacing doesn't help."""
-        self._hasty = self._hasty + 1 if age < self.minimum else 0
+    def rotated(self, age: float, *, late: bool = False) -> bool:
+        """An engine asks to be replaced at `age` seconds, or too `late`. True: too soon too often, replacing doesn't
+        help."""
+        self._hasty = self._hasty + 1 if late or age < self.minimum else 0
         if self._hasty < HASTY_ROTATIONS:
             return False
         self._hasty = 0

@@ -198,6 +198,16 @@ def test_an_engine_is_replaced_after_two_readings_and_a_rising_count():
     assert pressure.level == Level.ROTATE
 
 
+def test_the_second_reading_of_a_rising_count_is_not_waited_for():
+    pressure = Pressure(0)
+    pressure.judge(buffers(0.95, rising=True), 1)
+    pressure.judge(buffers(0.95, rising=True), 1, reclaimed=True)
+    assert names(pressure.judge(buffers(0.95, rising=False), 1.25)) == []
+    assert names(pressure.judge(buffers(0.95, rising=True), 1.25)) == [Verb.RECLAIM]
+    assert names(pressure.judge(buffers(0.95, rising=True), 1.25, reclaimed=True)) == [Verb.ROTATE]
+    assert names(pressure.judge(buffers(0.95, rising=True), 1.5)) == []
+
+
 def test_a_high_count_that_stands_still_is_never_a_reason_to_rotate():
     pressure = Pressure(0)
     told = []
@@ -363,11 +373,6 @@ def test_an_eviction_that_found_nothing_is_no_action():
     rig = Rig()
     rig.residency.reclaim(lambda: None, lambda: 0)
     assert "evict_prefix" not in rig.snapshot.action_counts
-
-
-def test_an_act_says_why_in_one_line():
-    (act,) = Pressure(0).judge(buffers(0.8), 1)
-    assert act.reason == "800 buffers in use, and reclaim is due from 750"
 
 
 # ---------------------------------------------------------------- limits and sources

@@ -1,0 +1,283 @@
+"""`marathon certify`: whether a model runs flat in Marathon, and what it does in mlx-lm.
+
+Owns the certificate: three runs of one plan (Marathon's loop with the guard and without it, mlx-lm's BatchGenerator),
+the verdict over them, and how it is printed. Runs in the main thread of a child process, which is given its order as
+JSON on standard input; progress goes to standard error, the certificate to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+import server
+from server import agreement, device, metal, model, native
+from server.agreement import Agreement
+from server.allocator import Unavailable
+from server.certificate import Order
+from server.errors import StartupError
+from server.model import Loaded
+from server.pressure import Fit
+from server.rehearsal import Gauge, Plan, Run, caches_in_words, play, play_mlx_lm
+from server.residency import Off, Source
+
+FLAT = 0.01  # buffers a token; the whole interval must lie within
+SHARE = 0.02  # of the streams may say something else with the guard: see `server.agreement`
+BEYOND = 2  # a run to the limit is given up at so many times the predicted token
+EXIT_FAILED, EXIT_UNABLE = 1, 2
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the three runs, in figures."""
+
+    name: str
+    buffers_a_token: float | None = None  # absent where the run failed
+    interval: tuple[float, float] | None = None  # 95 %
+    bytes_a_token: float | None = None  # beyond what the caches' own growth explains
+    at_fault: list[str] = field(default_factory=list)  # fields whose graphs grow, with their layers
+    failed: str = ""
+
+    @property
+    def flat(self) -> bool:
+        return self.interval is not None and self.interval[0] >= -FLAT and self.interval[1] <= FLAT
+
+    @property
+    def rising(self) -> bool:
+        return self.interval is not None and self.interval[0] > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """When the unguarded run would have no buffers left, and when it had none if that was tried."""
+
+    limit: int
+    baseline: float
+    token: float | None  # absent: never
+    reached: float | None = None
+
+    @property
+    def deviation(self) -> float | None:
+        return None if self.reached is None or self.token is None else self.reached / self.token - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """All that is printed."""
+
+    model: str
+    model_type: str
+    caches: str
+    batching: str
+    device: str
+    versions: dict[str, str]
+    tokens: int
+    rows: int
+    source: str
+    source_reason: str
+    arms: dict[str, Arm]  # guarded, unguarded, mlx_lm
+    death: Death | None
+    agreement: Agreement | None  # absent where rows run alone
+    guard_streams: int
+    guard_changed: int  # streams whose text isn't the same with the guard and without
+    faults: list[str]  # why it fails; empty: passed
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+
+# ---------------------------------------------------------------- playing
+def certify(order: Order, tell: Tell) -> Certificate:
+    """Raises StartupError when the model can't be loaded."""
+    source = open_source(order)
+    loaded = model.load(Path(order.path), trust_remote_code=order.trust_remote_code, probe=None, on_stage=tell)
+    plan = Plan(order.tokens, order.rows, min(loaded.probe.vocab_size, 5000))
+    guarded = play(plan, loaded, _gauge(source, "marathon", plan, tell))
+    off = play(plan, loaded, _gauge(source, "marathon, guard off", plan, tell), guard=False)
+    other, death = _to_the_end(plan, loaded, source, order, tell)
+    arms = {
+        "guarded": _arm("Marathon", guarded),
+        "unguarded": _arm("Marathon, guard off", off),
+        "mlx_lm": _arm("mlx-lm's BatchGenerator", other, plan.steps),
+    }
+    if loaded.batches:
+        tell("together and alone")
+    agreed = agreement.compare(loaded) if loaded.batches else None
+    changed = sum(off.texts.get(number) != text for number, text in guarded.texts.items())
+    return Certificate(
+        model=Path(order.path).name,
+        model_type=str(loaded.config.get("model_type", "unknown")),
+        caches=caches_in_words(make_prompt_cache(loaded.model)),
+        batching=loaded.probe.batching,
+        device=device.name(),
+        versions=versions(),
+        tokens=plan.steps,
+        rows=plan.rows,
+        source=Gauge(source).name,
+        source_reason=source.reason,
+        arms=arms,
+        death=death,
+        agreement=agreed,
+        guard_streams=len(guarded.texts),
+        guard_changed=changed,
+        faults=_faults(arms["guarded"], agreed, changed / max(1, len(guarded.texts))),
+    )
+
+
+def open_source(order: Order) -> Source:
+    """Metal's own count where it can be proved, elsewhere the native one; without either, the graphs are counted."""
+    try:
+        if mx.metal.is_available():
+            return metal.open_count(order.buffer_limit)
+        folder = native.cache_folder(Path(order.cache_dir) if order.cache_dir else None)
+        return native.open_count(folder, order.buffer_limit)
+    except Unavailable as reason:
+        return Off(str(reason))
+
+
+def versions() -> dict[str, str]:
+    packages = {name: version(name) for name in ("mlx", "mlx-lm")}
+    return {"marathon": server.__version__, **packages, "python": platform.python_version()}
+
+
+def _gauge(source: Source, name: str, plan: Plan, tell: Tell) -> Gauge:
+    def report(run: Run) -> None:
+        newest = run.readings[-1]
+        tell(f"{name}: {newest.step:,} of {plan.steps:,} tokens, {newest.buffers:,} buffers")
+
+    return Gauge(source, report)
+
+
+def _to_the_end(plan: Plan, loaded: Loaded, source: Source, order: Order, tell: Tell) -> tuple[Run, Death | None]:
+    """mlx-lm's run; on to the limit if one was given and the count rises."""
+    limit, wanted = source.limit, order.buffer_limit is not None
+
+    def ended(run: Run) -> bool:
+        if run.step < plan.steps:
+            return False
+        death = _death(run, plan.steps, limit)
+        if not wanted or death is None or death.token is None:
+            return True
+        return run.readings[-1].buffers >= death.limit or run.step > BEYOND * death.token
+
+    run = play_mlx_lm(plan, loaded, _gauge(source, "mlx-lm", plan, tell), ended)
+    return run, _death(run, plan.steps, limit)
+
+
+def _death(run: Run, steps: int, limit: int | None) -> Death | None:
+    """Predicted from the readings up to `steps` alone, also where the run went on."""
+    fit = run.fit(steps)
+    if fit is None or limit is None:
+        return None
+    baseline = run.baseline(steps)
+    token = fit.exhaustion(limit - baseline)
+    return Death(limit, baseline, token if math.isfinite(token) else None, run.reached(limit))
+
+
+# ---------------------------------------------------------------- judging
+def _arm(name: str, run: Run, upto: int | None = None) -> Arm:
+    fit, size = run.fit(upto), run.fit_bytes(upto)
+    if run.failed or fit is None or size is None:
+        return Arm(name, failed=run.failed or "too few readings")
+    layers: dict[str, list[int]] = {}
+    for finding in run.growing:
+        layers.setdefault(f"{finding.cache}.{finding.field}", []).append(finding.layer)
+    at_fault = [f"{what} (layers {', '.join(map(str, numbers))})" for what, numbers in layers.items()]
+    return Arm(name, fit.slope, _interval(fit), size.slope, at_fault)
+
+
+def _interval(fit: Fit) -> tuple[float, float]:
+    return fit.slope - fit.half_width, fit.slope + fit.half_width
+
+
+def _faults(guarded: Arm, agreed: Agreement | None, changed: float) -> list[str]:
+    faults = []
+    if guarded.failed:
+        faults.append(f"Marathon's run failed: {guarded.failed}")
+    elif not guarded.flat:
+        faults.append(f"Marathon's live buffers aren't flat within ±{FLAT} a token")
+    if agreed is not None and not agreed.holds:
+        faults.append("rows don't say the same together as alone")
+    if changed > SHARE:
+        faults.append(f"the guard changes the text of {changed:.0%} of the streams")
+    return faults
+
+
+# ---------------------------------------------------------------- printing
+def to_json(certificate: Certificate) -> str:
+    body = asdict(certificate) | {"passed": certificate.passed}
+    if (agreed := certificate.agreement) is not None:
+        body["agreement"]["holds"] = agreed.holds
+    return json.dumps(body, indent=2)
+
+
+def to_text(certificate: Certificate) -> str:
+    one = certificate
+    words = ", ".join(f"{name} {number}" for name, number in one.versions.items())
+    facts = {
+        "model": f"{one.model} ({one.model_type}), {one.caches}",
+        "batching": one.batching,
+        "device": one.device,
+        "versions": words,
+        "plan": f"{one.tokens:,} tokens; a long row, others join it every 40 and leave; {one.rows} at each reading",
+        "count": one.source + (f" ({one.source_reason})" if one.source_reason else ""),
+        **{arm.name: _arm_in_words(arm) for arm in one.arms.values()},
+        "death without guard": _death_in_words(one),
+        "batch = alone": str(one.agreement) if one.agreement else "rows run alone",
+        "guard = no guard": f"{one.guard_streams - one.guard_changed} of {one.guard_streams} streams equal",
+        "verdict": "passed" if one.passed else "FAILED: " + "; ".join(one.faults),
+    }
+    width = max(map(len, facts))
+    return "\n".join(f"{name:{width}}  {value}" for name, value in facts.items())
+
+
+def _arm_in_words(arm: Arm) -> str:
+    if arm.interval is None or arm.buffers_a_token is None or arm.bytes_a_token is None:
+        return f"can't be run: {arm.failed}"
+    half = (arm.interval[1] - arm.interval[0]) / 2
+    fault = f"; at fault: {', '.join(arm.at_fault)}" if arm.at_fault else ""
+    return f"{arm.buffers_a_token:.3f} ±{half:.3f} buffers a token, {arm.bytes_a_token:.1f} bytes a token{fault}"
+
+
+def _death_in_words(one: Certificate) -> str:
+    death, rate = one.death, one.arms["mlx_lm"].buffers_a_token
+    if death is None or rate is None:
+        return "can't be said: no live-buffer count" if one.source == "graph leaves" else "can't be said"
+    if death.token is None:
+        return "none: the count is flat in mlx-lm too"
+    words = f"at token {death.token:,.0f} = ({death.limit:,} − {death.baseline:,.0f}) / {rate:.3f}"
+    if death.deviation is None or death.reached is None:
+        return words
+    return f"{words}; reached at token {death.reached:,.0f}, {death.deviation:+.1%}"
+
+
+def _tell(line: str) -> None:
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(f"{line:78}" if end == "\r" else line, end=end, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    order = Order(**json.loads(sys.stdin.read()))
+    try:
+        certificate = certify(order, _tell)
+    except StartupError as error:
+        print(f"marathon: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_UNABLE
+    print(to_json(certificate) if order.as_json else to_text(certificate))
+    return 0 if certificate.passed else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

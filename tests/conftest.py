@@ -1,0 +1,63 @@
+"""What every test stands on: a clean environment, and models that are written once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from loadtests import zoo
+from server.errors import StartupError
+from server.starter import default_cache, ensure_starter
+
+Tiny = Callable[..., Path]
+
+
+def pytest_report_header() -> str:
+    packages = ("mlx", "mlx-lm", "transformers", "tokenizers", "fastapi", "uvicorn", "sse-starlette", "pydantic")
+    return ", ".join(f"{package} {version(package)}" for package in packages)
+
+
+@pytest.fixture(scope="session")
+def empty_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home folder that nobody has used."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None:
+    """No setting, cache or proxy of the person who runs the tests reaches a test."""
+    for name in os.environ:
+        if name.startswith("MARATHON_") or name.lower() in {"http_proxy", "https_proxy", "all_proxy"}:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(empty_home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(empty_home / "cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """`tiny("llama")` is the folder of that family's tiny model; sizes as in `loadtests.zoo.write`."""
+    root = tmp_path_factory.mktemp("tiny")
+    written: dict[str, Path] = {}
+
+    def folder(family: str, **sizes: int) -> Path:
+        name = "-".join([family, *(f"{key}{value}" for key, value in sorted(sizes.items()))])
+        if name not in written:
+            written[name] = zoo.write(family, root / name, **sizes)
+        return written[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def starter_folder(request: pytest.FixtureRequest) -> Path:
+    """The real starter model, kept in the user's own cache so that it is fetched once and not once a run."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    try:
+        with capture.global_and_fixture_disabled():
+            return ensure_starter(default_cache(), print)
+    except StartupError as error:
+        pytest.skip(str(error))

@@ -1,0 +1,92 @@
+"""The shape of the package, held to the list in docs/structure.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LINE = re.compile(r"^([SEB]) (\S+) +\S", re.MULTILINE)
+LISTED = LINE.findall((ROOT / "docs" / "structure.md").read_text(encoding="utf-8"))
+KIND = {name: kind for kind, name in LISTED}
+ORDER = {name: place for place, (_, name) in enumerate(LISTED)}
+MAY_IMPORT = {"S": "SB", "E": "EB", "B": "B"}
+PULL_MLX_IN = {"tokenizer", "locate"}  # for what mlx-lm knows about files; each pins MLX to the CPU before
+
+
+def modules() -> dict[str, Path]:
+    """`api/chat` → its file; the packages' own `__init__` belong to nobody."""
+    files = (ROOT / "server").rglob("*.py")
+    return {p.relative_to(ROOT / "server").with_suffix("").as_posix(): p for p in files if p.stem != "__init__"}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of all that is imported anywhere in the module, also inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where a name comes from"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own(name: str) -> str | None:
+    """`server.api.chat.router` → `api/chat`; None for other packages and for the packages' `__init__`."""
+    parts = name.split(".")
+    if parts[0] != "server":
+        return None
+    known = ["/".join(parts[1:end]) for end in range(len(parts), 1, -1)]
+    return next((path for path in known if path in MODULES), None)
+
+
+MODULES = modules()
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def test_every_module_is_listed_once_and_every_line_is_a_module():
+    names = [name for _, name in LISTED]
+    assert sorted(names) == sorted(MODULES)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_module_imports_only_modules_below_it(name):
+    below = {other for other in map(own, imported(TREES[name])) if other and other != name}
+    assert {other for other in below if ORDER[other] <= ORDER[name]} == set()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_process_imports_what_belongs_to_the_other(name):
+    others = {other for other in map(own, imported(TREES[name])) if other}
+    assert {other for other in others if KIND[other] not in MAY_IMPORT[KIND[name]]} == set()
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if KIND.get(name) != "E"))
+def test_only_engine_modules_touch_mlx(name):
+    touched = {other for other in imported(TREES[name]) if other.split(".")[0] in {"mlx", "mlx_lm"}}
+    if name not in PULL_MLX_IN:
+        assert touched == set()
+        return
+    assert touched, f"{name} needs no exception any more"
+    for function in functions_that_import_mlx(TREES[name]):
+        first, second, *rest = [node for node in function.body if not isinstance(node, ast.Expr) or not is_text(node)]
+        assert ast.unparse(first) == "import mlx.core as mx"
+        assert ast.unparse(second) == "mx.set_default_device(mx.cpu)"
+        assert "mx" not in {node.id for line in rest for node in ast.walk(line) if isinstance(node, ast.Name)}
+
+
+def functions_that_import_mlx(tree: ast.Module) -> list[ast.FunctionDef]:
+    """The functions in which mlx or mlx-lm is imported. There may be no such import outside of one."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    guilty = [f for f in functions if any(name.startswith("mlx") for name in imported(f))]
+    outside = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert not any(name.startswith("mlx") for node in outside for name in imported(node))
+    return guilty
+
+
+def is_text(node: ast.Expr) -> bool:
+    return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
