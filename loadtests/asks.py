@@ -8,6 +8,7 @@ Times are seconds since the start of the load that the ask belongs to.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -19,7 +20,8 @@ _encoder = msgspec.json.Encoder()
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request. `prompt` for a plain completion, `messages` for a chat.
 
-    `after` (i, n): starts once stream i of the load has delivered n tokens; without it, at the load's start.
+    `after` (i, n): starts once stream i of the load has delivered n tokens (as chunks, where only those can be
+    counted); without it, at the load's start.
     """
 
     max_tokens: int
@@ -55,8 +57,7 @@ class Stream(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def longest_gap(self, since: float = 0.0, until: float = float("inf")) -> float:
         """Longest silence between two arrivals, of those that lie at least partly between `since` and `until`."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return max((b - a for a, b in pairs if b > since and a < until), default=0.0)
+        return max((b - a for a, b in pairwise(self.times) if b > since and a < until), default=0.0)
 
 
 def first_p50(streams: list[Stream]) -> float:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any, cast
 
+import uvloop
+
 from loadtests.asks import Ask, Order, Stream, to_line, to_order
 
 TAIL = 4096  # bytes of the end of an answer that hold usage, [DONE] or an error
@@ -27,7 +29,7 @@ _END = b"data: [DONE]"
 class Channel(asyncio.Protocol):
     """One connection for one streamed answer. Owned by the `Load` that opened it."""
 
-    def __init__(self, ask: Ask, on_arrival: Callable[[], None]) -> None:
+    def __init__(self, ask: Ask, on_news: Callable[[], None]) -> None:
         self.ask = ask
         self.times: list[float] = []
         self.counts: list[int] = []
@@ -35,10 +37,12 @@ class Channel(asyncio.Protocol):
         self.sent = 0.0
         self.tail = b""
         self.error = ""
+        self.watched = False  # whether another ask waits for this stream
         self.finished = asyncio.get_running_loop().create_future()
-        self._on_arrival = on_arrival
+        self._on_news = on_news
         self._transport: asyncio.Transport | None = None
         self._head = b""
+        self._rest = b""  # the beginning of a line whose end hasn't come
         self._streaming = False
         # What stands before a piece of text in an event, and the same where the piece is empty.
         key = b'"content":' if ask.messages else b'"text":'
@@ -52,13 +56,16 @@ class Channel(asyncio.Protocol):
         now = perf_counter()
         if not self._streaming:
             data = self._open(data)
+        if self._rest or not data.endswith(b"\n"):
+            data = self._whole_lines(data)
         if self._key in data:
             count = data.count(self._key) - self._without_text(data)
             if count > 0:
                 self.times.append(now)
                 self.counts.append(count)
                 self.total += count
-                self._on_arrival()
+                if self.watched:
+                    self._on_news()
         self.tail = (self.tail + data)[-TAIL:] if len(data) < TAIL else data[-TAIL:]
         if _END in self.tail:
             self._finish()
@@ -77,6 +84,7 @@ class Channel(asyncio.Protocol):
     def give_up(self, reason: str) -> None:
         if not self.finished.done():
             self.error = reason
+            self._finish()
 
     def close(self) -> None:
         if self._transport is not None:
@@ -112,12 +120,17 @@ class Channel(asyncio.Protocol):
             self._finish()
         return rest
 
+    def _whole_lines(self, data: bytes) -> bytes:
+        lines, end, self._rest = (self._rest + data).rpartition(b"\n")
+        return lines + end
+
     def _without_text(self, data: bytes) -> int:
         return sum(data.count(form) for form in (*self._empty, *self._null))
 
     def _finish(self) -> None:
         if not self.finished.done():
             self.finished.set_result(None)
+            self._on_news()
 
 
 def last_usage(tail: bytes) -> dict[str, Any] | None:
@@ -159,6 +172,8 @@ class Load:
             _, channel = await loop.create_connection(make, "127.0.0.1", self._order.port)
             self._channels.append(channel)
         self._waiting = {i: ask.after for i, ask in enumerate(self._order.asks) if ask.after}
+        for stream, _ in self._waiting.values():
+            self._channels[stream].watched = True
         start = perf_counter()
         for i, channel in enumerate(self._channels):
             if i not in self._waiting:
@@ -174,13 +189,15 @@ class Load:
         return [channel.result(start) for channel in self._channels]
 
     def _release(self) -> None:
-        """Send what waited for as many tokens as have come."""
-        if not self._waiting:
-            return
-        for i, (stream, tokens) in list(self._waiting.items()):
-            if self._channels[stream].total >= tokens:
+        """Send what waited for as many chunks as have come."""
+        for i, (stream, chunks) in list(self._waiting.items()):
+            awaited = self._channels[stream]
+            if awaited.total >= chunks:
                 del self._waiting[i]
                 self._channels[i].send(self._requests[i])
+            elif awaited.finished.done():
+                del self._waiting[i]
+                self._channels[i].give_up(f"stream {stream} ended after {awaited.total} chunks instead of {chunks}")
 
 
 async def obey(order: Order) -> list[Stream]:
@@ -197,11 +214,7 @@ async def obey(order: Order) -> list[Stream]:
 
 
 def main() -> None:
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = asyncio.new_event_loop
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for line in sys.stdin.buffer:
             sys.stdout.buffer.write(to_line(runner.run(obey(to_order(line)))))
             sys.stdout.buffer.flush()

@@ -123,7 +123,8 @@ class Server:
 
     def engine_pid(self) -> int | None:
         """Marathon only: the process that owns MLX."""
-        return self.health().get("engine", {}).get("pid")
+        pid = self.health().get("engine", {}).get("pid")
+        return None if pid is None else int(pid)
 
     def metric(self, name: str) -> dict[str, float]:
         """Marathon only: the samples of one metric, by their labels as written."""
@@ -139,24 +140,17 @@ class Server:
 
     def stop(self) -> None:
         """SIGTERM to its own pid; what is still there after the drain is killed, by pid."""
-        left = process_tree.descendants(self.pid)
+        below = process_tree.descendants(self.pid)[1:]
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_SECONDS)
-        for process in left[1:]:
-            _kill(process)
+        for process in filter(process_tree.lives, below):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-
-
-def _kill(process: process_tree.Process) -> None:
-    """Only if the pid still is the process that it was: it has burned no less CPU than before."""
-    now = next((p for p in process_tree.processes() if p.pid == process.pid), None)
-    if now is not None and now.cpu_seconds >= process.cpu_seconds and now.parent in {process.parent, 1}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
 
 
 def options(values: Mapping[str, object]) -> list[str]:

@@ -18,6 +18,7 @@ class Process:
     parent: int
     cpu_seconds: float  # its own and that of children it has waited for
     memory_bytes: int
+    born: str = ""  # tells it from a later process with the same pid, where the system says so
 
 
 def processes() -> list[Process]:
@@ -61,10 +62,14 @@ def _from_proc() -> list[Process]:
             except OSError:
                 continue  # it ended meanwhile
             fields = stat.rpartition(")")[2].split()
-            found.append(
-                Process(int(entry.name), int(fields[1]), sum(map(int, fields[11:15])) / tick, int(fields[21]) * page)
-            )
+            cpu, memory = sum(map(int, fields[11:15])) / tick, int(fields[21]) * page
+            found.append(Process(int(entry.name), int(fields[1]), cpu, memory, fields[19]))
     return found
+
+
+def lives(process: Process) -> bool:
+    """Whether that very process still runs; one that only waits to be reaped counts as well."""
+    return any(known.pid == process.pid and known.born == process.born for known in processes())
 
 
 def _ps() -> str:

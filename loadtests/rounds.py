@@ -19,7 +19,8 @@ from loadtests.models import obtain, words
 from loadtests.subjects import NAMES, Subject, opened
 
 MEMORY = "memory"
-WARM_UP = 0
+WARM_UP = 0  # the round
+WARM_UP_TOKENS, QUICK_TOKENS, QUICK_STREAMS = 64, 24, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,14 @@ class Work:
 
     random: random.Random
     quick: bool = False
+    warm_up: bool = False
 
     def tokens(self, wanted: int) -> int:
-        return min(wanted, 24) if self.quick else wanted
+        """Length of an answer."""
+        return min(wanted, QUICK_TOKENS if self.quick else WARM_UP_TOKENS if self.warm_up else wanted)
+
+    def streams(self, wanted: int) -> int:
+        return min(wanted, QUICK_STREAMS) if self.quick else wanted
 
     def prompt(self, tokens: int) -> str:
         """Text of exactly so many tokens that nobody has sent before."""
@@ -78,7 +84,7 @@ class Stage:
 
     def __init__(self, model: str, rows: Sequence[Row], plan: Plan, ledger: Ledger) -> None:
         self._model, self._rows, self._plan, self._ledger = model, rows, plan, ledger
-        self._taken: dict[str, list[dict[str, Figures]]] = {row.name: [] for row in rows} | {MEMORY: []}
+        self._taken: dict[str, list[dict[str, Figures]]] = {name: [] for name in [*(row.name for row in rows), MEMORY]}
         self._memory: dict[str, int] = {}
 
     def run(self) -> list[Verdict]:
@@ -103,6 +109,9 @@ class Stage:
             names = [name for name in subjects if name in row.subjects]
             found: dict[str, Figures] = {}
             for place, name in enumerate(order.sample(names, len(names))):
+                if monotonic() > self._plan.deadline:
+                    self._say(f"{row.name}, round {turn}: no time for {name}")
+                    continue
                 figures = self._measure(row, turn, subjects[name])
                 if figures is not None:
                     found[name] = figures
@@ -113,7 +122,7 @@ class Stage:
             self._weigh(turn, subjects)
 
     def _measure(self, row: Row, turn: int, subject: Subject) -> Figures | None:
-        work = Work(random.Random(f"{self._plan.seed}/{row.name}/{turn}"), self._plan.quick)
+        work = Work(random.Random(f"{self._plan.seed}/{row.name}/{turn}"), self._plan.quick, turn == WARM_UP)
         try:
             return row.measure(subject, work)
         except Failed as error:

@@ -1,0 +1,61 @@
+# Everything happens in .venv, which `make install` makes and keeps up to date; every other target does that first.
+# VENV=folder puts it elsewhere.
+#
+#   make serve [PORT=8080] [MODEL=folder-or-hub-id] [ARGS="--log-level debug"]
+#   make test  [ARGS="-k starter"]
+
+SHELL := /bin/sh
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+STAMP := $(VENV)/.installed
+UV := 0.13
+
+.PHONY: install serve test check soak bench chaos certify lock
+
+install: $(STAMP)
+
+# Done again only when what is to be installed changes. The first Python that is new enough and can make environments.
+$(STAMP): pyproject.toml requirements.lock
+	@if ! $(BIN)/python -c 'import pip' 2>/dev/null; then \
+	  for python in python3.13 python3.12 python3.11 python3; do \
+	    $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	    python=; \
+	  done; \
+	  if [ -z "$$python" ]; then echo "make: Python 3.11 or newer with venv is needed" >&2; exit 1; fi; \
+	  $$python -m venv --clear $(VENV); \
+	fi
+	@echo "installing into $(VENV); this takes a minute or two"
+	@$(PIP) --no-compile --requirement requirements.lock
+	@$(PIP) --no-deps --editable .
+	@touch $@
+
+serve: install
+	@exec $(BIN)/marathon serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Long runs; none of them is part of `make test`.
+soak: install
+	$(BIN)/python -m loadtests.soak $(ARGS)
+
+bench: install
+	$(BIN)/python -m loadtests.speed $(ARGS)
+
+chaos: install
+	$(BIN)/python -m loadtests.chaos $(ARGS)
+
+certify: install
+	$(BIN)/marathon certify $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+# New pins for both platforms; the newest releases that pyproject.toml allows.
+lock: install
+	@$(PIP) 'uv~=$(UV)'
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --group dev \
+	  --no-emit-index-url --no-annotate --custom-compile-command 'make lock' pyproject.toml --output-file requirements.lock

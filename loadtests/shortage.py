@@ -1,0 +1,166 @@
+"""Chaos: too little of something. Live buffers that run out, memory for few rows.
+
+Owns the modes leak, fast-leak, guard-off and preempt. Runs on the event loop of `loadtests.chaos`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from loadtests import harness
+from loadtests.crew import Crew, prompt, undisturbed
+from loadtests.harness import Server
+from loadtests.listener import Account, ask, completion
+from loadtests.sameness import Verdicts
+from loadtests.scene import Findings, Scene
+
+TOKENS = 20_000
+LEAKING_ROWS = 4
+ROTATIONS = 3  # at least, in the modes that leak slowly
+BASE_BUFFERS = 200  # more than a tiny model needs
+ROWS, ROOM, ROW_TOKENS = 64, 4, 600
+TOKENS_A_PREEMPTION = 64
+RECOMPUTED_SHARE = 0.25
+REFUSED_SECONDS = 2.0  # a refusal that comes later isn't "at once"
+GAVE_BACK = re.compile(r"sequence (\d+) gave its memory back after (\d+) tokens")
+
+
+# ---------------------------------------------------------------- live buffers
+async def leak(scene: Scene) -> Findings:
+    """One live buffer a step that nobody owns: the engine is replaced before MLX would throw."""
+    tokens = scene.count(TOKENS, 4000) // LEAKING_ROWS
+    bodies = [completion(prompt(20, scene.rng), tokens) for _ in range(LEAKING_ROWS)]
+    return await _leaking(scene, bodies, tokens, faults="leak:1")
+
+
+async def guard_off(scene: Scene) -> Findings:
+    """A model that leaks by itself once the guard is off, with two rows: two buffers a step."""
+    tokens = scene.count(TOKENS, 4000) // 2
+    bodies = [completion(prompt(length, scene.rng), tokens) for length in (20, 50)]
+    return await _leaking(scene, bodies, 2 * tokens, guard="off")
+
+
+async def _leaking(scene: Scene, bodies: list[dict[str, object]], buffers: int, **options: object) -> Findings:
+    """`buffers`: what leaks until all is generated; the limit is a part of it."""
+    limit = BASE_BUFFERS + buffers // (ROTATIONS + 1)
+    with scene.server() as server:
+        expected = await undisturbed(server.port, bodies)
+    numbers = {"live_buffers": "native", "buffer_limit": limit, "rotate_min_seconds": 0}
+    with scene.server(**numbers, **options) as server:
+        crew = Crew(server.port, expected)
+        crew.finished = list(enumerate(await asyncio.gather(*(ask(server.port, body) for body in bodies))))
+        findings = scene.findings(server, "buffer limit", limit)
+    verdicts: Verdicts = crew.judge()
+    findings.problems += verdicts.problems()
+    findings.notes += verdicts.explained
+    findings.figures |= {"rotations": findings.restarts("rotation"), "longest gap s": longest_gap(crew.accounts())}
+    if findings.restarts("rotation") < ROTATIONS:
+        findings.problems.append(f"only {findings.restarts('rotation'):.0f} rotations")
+    if findings.restarts("crash"):
+        findings.problems.append(
+            f"{findings.restarts('crash'):.0f} engines reached the limit before they were replaced"
+        )
+    return findings
+
+
+def longest_gap(accounts: Sequence[Account]) -> float:
+    times = [[at for at, _ in account.arrivals] for account in accounts]
+    return max((b - a for one in times for a, b in pairwise(one)), default=float("nan"))
+
+
+async def fast_leak(scene: Scene) -> Findings:
+    """A leak that replacing can't keep up with ends with an error that names it, whether the engine could still ask
+    to be replaced or had no time to."""
+    findings = Findings("fast-leak")
+    for buffers, limit in ((1, 2000), (400, 4000)):
+        options = {"faults": f"leak:{buffers}", "live_buffers": "native", "buffer_limit": limit}
+        with scene.server(**options) as server:
+            account = await ask(server.port, completion(prompt(20, scene.rng), TOKENS))
+            after = await ask(server.port, completion(prompt(20, scene.rng), 3))
+            findings.add(scene.findings(server, "runs", 1))
+        said = (account.error or {}).get("message", "")
+        findings.notes.append(f"{buffers} a step: {len(account.tokens)} tokens, then: {account.trouble()}")
+        if "leak" not in said.lower():
+            findings.problems.append(f"{buffers} a step: the error doesn't name the leak: {account.trouble()}")
+        if not after.ok:
+            findings.problems.append(f"{buffers} a step: a short request afterwards ended badly: {after.trouble()}")
+    return findings
+
+
+# ---------------------------------------------------------------- bytes
+async def preempt(scene: Scene) -> Findings:
+    """Many rows where four have room: all end, or are refused at once."""
+    rows = scene.count(ROWS, 16)
+    bodies = [completion(prompt(scene.rng.choice((10, 20, 40)), scene.rng), ROW_TOKENS) for _ in range(rows)]
+    limit = await asyncio.to_thread(room_for, scene.model, ROOM, 40 + ROW_TOKENS)
+    with scene.server(memory_limit=limit, max_rows=32, queue_limit=rows - 12) as server:
+        scale = asyncio.create_task(_weigh(server, readings := []))
+        accounts = await asyncio.gather(*(ask(server.port, body) for body in bodies))
+        scale.cancel()
+        findings = scene.findings(server, "requests", rows)
+        times = preemptions(server.log.read_text(encoding="utf-8"))
+    findings.figures |= {
+        "refused": sum(account.status == 429 for account in accounts),
+        "preemptions": sum(map(len, times)),
+        "memory limit": limit,
+        "most active bytes": max(readings),
+    }
+    findings.problems += [*ended_badly(accounts), *too_often(times), *too_much(findings)]
+    return findings
+
+
+def room_for(model: Path, rows: int, length: int) -> int:
+    command = [sys.executable, "-m", "loadtests.room", str(model), str(rows), str(length)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=harness.environment())
+    return int(run.stdout)
+
+
+async def _weigh(server: Server, readings: list[float]) -> None:
+    while True:
+        active = await asyncio.to_thread(server.metric, "marathon_mlx_active_memory_bytes")
+        readings += active.values()
+        await asyncio.sleep(0.25)
+
+
+def preemptions(log: str) -> list[list[int]]:
+    """For each row that was preempted: the tokens that it had delivered, each time."""
+    rows: dict[str, list[int]] = {}
+    for row, tokens in GAVE_BACK.findall(log):
+        rows.setdefault(row, []).append(int(tokens))
+    return list(rows.values())
+
+
+def ended_badly(accounts: Sequence[Account]) -> list[str]:
+    problems = []
+    for account in accounts:
+        if account.status == 429:
+            if account.ended - account.started > REFUSED_SECONDS or "retry-after" not in account.headers:
+                problems.append(f"refused after {account.ended - account.started:.1f} s, headers {account.headers}")
+        elif not account.ok or len(account.tokens) != ROW_TOKENS:
+            problems.append(f"ended badly after {len(account.tokens)} tokens: {account.trouble()}")
+    return problems
+
+
+def too_often(rows: Sequence[Sequence[int]]) -> list[str]:
+    """A row preempted k times must have delivered at least 64 k tokens."""
+    pairs = [(k, tokens) for row in rows for k, tokens in enumerate(row, 1)]
+    return [
+        f"a row with {tokens} tokens was preempted {k} times" for k, tokens in pairs if tokens < TOKENS_A_PREEMPTION * k
+    ]
+
+
+def too_much(findings: Findings) -> list[str]:
+    figures, problems = findings.figures, []
+    if figures["most active bytes"] > figures["memory limit"]:
+        problems.append("more bytes were active than the limit allows")
+    if figures["recomputed tokens"] > RECOMPUTED_SHARE * figures["generated tokens"]:
+        problems.append("too much was computed twice")
+    if not figures["preemptions"]:
+        problems.append("nothing was preempted: this proves nothing")
+    return problems
