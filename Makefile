@@ -43,7 +43,7 @@ check: install
 
 # Long runs; none of them is part of `make test`.
 soak: install
-	$(BIN)/python -m loadtests.soak $(ARGS)
+	$(BIN)/python -m loadtests.flat $(ARGS)
 
 bench: install
 	$(BIN)/python -m loadtests.speed $(ARGS)

@@ -31,10 +31,10 @@ from server.model import Loaded
 from server.rehearsal import EVERY, Gauge, Plan, Run, play, play_mlx_lm
 from server.residency import Source
 
-FAMILIES = (
-    "llama gemma3_text gpt_oss qwen3_5 qwen3_next falcon_h1 nemotron_h mamba2 lfm2 smollm3 cohere2 kimi_linear "
-    "minimax_m3_vl rwkv7 recurrent_gemma deepseek_v32"
-).split()
+FAMILIES = [
+    *("llama", "gemma3_text", "gpt_oss", "qwen3_5", "qwen3_next", "falcon_h1", "nemotron_h", "mamba2"),
+    *("lfm2", "smollm3", "cohere2", "kimi_linear", "minimax_m3_vl", "rwkv7", "recurrent_gemma", "deepseek_v32"),
+]
 RISES = ("smollm3", "cohere2", "minimax_m3_vl")  # without the guard, in the engine's loop
 SLOW = {"rwkv7": 4, "mamba": 4, "baichuan_m1": 4, "recurrent_gemma": 3, "bailing_moe_linear": 2}  # chains of joins only
 ARMS = ("guard", "off", "mlx_lm")
@@ -152,7 +152,7 @@ def judge(family: str, arm: str, run: Run, *, alone: bool) -> Row:
         passed = arm == "mlx_lm" and not zoo.FAMILIES[family].batches
         return Row(family, arm, float("nan"), 0.0, 0, float("nan"), "–", passed, f"can't be run: {run.failed}")
     points = len(run.readings) - len(run.readings) // 3
-    flat = -FLAT <= fit.slope - fit.half_width and fit.slope + fit.half_width <= FLAT
+    flat = abs(fit.slope) + fit.half_width <= FLAT
     row = Row(family, arm, fit.slope, fit.half_width, points, size.slope, f"0 ±{FLAT}", flat and points >= POINTS)
     if arm == "off":
         return _judge_off(row, rises=family in RISES and not alone, alone=alone)

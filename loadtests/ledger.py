@@ -55,7 +55,8 @@ class Bar:
     """A promise: the median over the rounds of `value(round)` is `sense` `limit`; with `worst`, that of the worst
     round. Without a limit it is only shown.
 
-    `value` may raise KeyError for a round in which a subject failed; that round doesn't count.
+    `value` may raise KeyError for a round in which a subject failed, or divide by a figure of 0; that round doesn't
+    count.
     """
 
     label: str
@@ -110,6 +111,8 @@ def judge(row: str, bars: Sequence[Bar], rounds: Sequence[Round], subjects: Sequ
                 values.append(bar.value(one))
             except KeyError as error:
                 absent.add(error.args[0])
+            except ZeroDivisionError:
+                continue
         if values or not absent or absent & set(subjects):
             verdicts.append(Verdict(row, bar, values))
     return verdicts

@@ -96,7 +96,7 @@ SAMPLING_BARS = [
 def stall(subject: Subject, work: Work) -> Figures:
     """A prompt of 4,000 tokens arrives while four streams run."""
     running = [Ask(work.tokens(256), work.prompt(PROMPT)) for _ in range(4)]
-    long = Ask(8, work.prompt(400 if work.quick else 4000), after=(0, 8 if work.quick else 48))
+    long = Ask(8, work.prompt(400 if work.quick else 4000), after=(0, 2 if work.quick else 16))
     streams = subject.run([*running, long])
     arrived = streams[-1]
     return {

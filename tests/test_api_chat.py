@@ -269,6 +269,21 @@ async def test_a_forced_call_goes_to_the_engine_with_a_grammar(choice: Any) -> N
         assert "get_time" in grammar.text
 
 
+async def test_the_stump_of_a_forced_call_is_no_content() -> None:
+    async with run_server(engine(say=says(CALL + "\n<tool_c", stop=False))) as site:
+        fields = {
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "max_tokens": len(tokenizer().encode(CALL, bos=False)) + 4,
+        }
+        message = (await site.chat(**fields)).json()["choices"][0]["message"]
+        assert message["content"] is None
+        assert len(message["tool_calls"]) == 1
+        events = await site.stream_chat(**fields)
+        assert text(events) == ""
+        assert finishes(events) == ["length"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

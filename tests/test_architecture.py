@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,3 +91,26 @@ def functions_that_import_mlx(tree: ast.Module) -> list[ast.FunctionDef]:
 
 def is_text(node: ast.Expr) -> bool:
     return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def dependencies() -> set[str]:
+    """Names of all that pyproject.toml asks for, extras apart."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = project["dependency-groups"]
+    wanted = [*project["project"]["dependencies"], *groups["tests"], *groups["lint"]]
+    return {re.split(r"[^\w-]", requirement)[0] for requirement in wanted}
+
+
+def test_each_dependency_says_why_it_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| ([\w, -]+) \| [^|]+ \|$", text, re.MULTILINE)
+    explained = {name for row in table for name in row.split(", ")} - {"package"}
+    assert explained == dependencies()
+
+
+def test_every_dependency_is_pinned():
+    pins = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    assert {name for name in dependencies() if not re.search(rf"^{name}==", pins, re.MULTILINE)} == set()
+    assert re.search(r"^mlx-metal==\S+ ; sys_platform == 'darwin'$", pins, re.MULTILINE)
+    assert re.search(r"^mlx-cpu==\S+ ; sys_platform == 'linux'$", pins, re.MULTILINE)
+    assert "://" not in pins

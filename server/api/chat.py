@@ -66,7 +66,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
         marks=prompt.marks,
     )
     texts = [_text(request, wish, prompt, tokenizer, made[0].stop_ids) for _ in made]
-    return Prepared(request, made, texts, _form(request, served), sorted(request.model_extra or {}))
+    return Prepared(request, made, texts, _form(request, wish, served), sorted(request.model_extra or {}))
 
 
 def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish) -> ChatPrompt:
@@ -105,7 +105,7 @@ def _text(
     )
 
 
-def _form(request: ChatRequest, served: Served) -> ChatForm:
+def _form(request: ChatRequest, wish: tools.Wish, served: Served) -> ChatForm:
     options = request.stream_options
     return ChatForm(
         "chatcmpl-" + secrets.token_hex(12),
@@ -114,4 +114,5 @@ def _form(request: ChatRequest, served: Served) -> ChatForm:
         served.tokenizer,
         logprobs=bool(request.logprobs),
         include_usage=bool(options and options.include_usage),
+        only_calls=wish.forced,
     )

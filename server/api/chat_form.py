@@ -19,20 +19,31 @@ ROLE = b'{"role":"assistant","content":null}'
 
 
 class ChatForm:
-    """Form of one request's answer."""
+    """Form of one request's answer. `only_calls`: a call is forced, so text can only be the stump of a cut tag."""
 
     def __init__(
-        self, id: str, created: int, model: str, tokenizer: Tokenizer, *, logprobs: bool, include_usage: bool
+        self,
+        id: str,
+        created: int,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        only_calls: bool,
     ) -> None:
         self._head = {"id": id, "object": "chat.completion.chunk", "created": created, "model": model}
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._include_usage = include_usage
+        self._only_calls = only_calls
         self._before_index = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
         self._after_choice = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         """The role comes with the first news; the reason for the end with the last piece."""
+        if self._only_calls:
+            pieces = [piece for piece in pieces if not isinstance(piece, Content)]
         if not (pieces or choice.finish or (choice.text.tokens and not choice.begun)):
             return b""
         data = b""
@@ -73,7 +84,7 @@ class ChatForm:
         scores = entries(self._tokenizer, choice.take_scored()) if self._logprobs else None
         return {
             "index": choice.index,
-            "message": message_of(choice),
+            "message": message_of(choice) | ({"content": None} if self._only_calls else {}),
             "logprobs": scores,
             "finish_reason": choice.finish,
         }
