@@ -19,7 +19,7 @@ from loadtests.models import obtain, words
 from loadtests.subjects import NAMES, Subject, opened
 
 MEMORY = "memory"
-WARM_UP = 0  # the round
+WARM_UP, PROFILED = 0, 1  # rounds
 WARM_UP_TOKENS, QUICK_TOKENS, QUICK_STREAMS = 64, 24, 4
 
 
@@ -30,6 +30,7 @@ class Work:
     random: random.Random
     quick: bool = False
     warm_up: bool = False
+    profile: bool = False  # ask the subject as well where its time went, which takes a second
 
     def tokens(self, wanted: int) -> int:
         """Length of an answer."""
@@ -122,7 +123,8 @@ class Stage:
             self._weigh(turn, subjects)
 
     def _measure(self, row: Row, turn: int, subject: Subject) -> Figures | None:
-        work = Work(random.Random(f"{self._plan.seed}/{row.name}/{turn}"), self._plan.quick, turn == WARM_UP)
+        draw = random.Random(f"{self._plan.seed}/{row.name}/{turn}")
+        work = Work(draw, self._plan.quick, turn == WARM_UP, turn == PROFILED)
         try:
             return row.measure(subject, work)
         except Failed as error:

@@ -27,7 +27,7 @@ def greedy(name: str, model: str, streams: int, tokens: int, bars: Sequence[Bar]
 
     def measure(subject: Subject, work: Work) -> Figures:
         asks = [Ask(work.tokens(tokens), work.prompt(PROMPT)) for _ in range(work.streams(streams))]
-        return measured(subject, asks)
+        return measured(subject, asks, profile=work.profile)
 
     return Row(name, model, measure, bars)
 

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
+from time import sleep
 from typing import Any, Protocol
 
 from loadtests import harness, process_tree
@@ -18,6 +19,7 @@ from loadtests.harness import Failed, Server, Worker
 
 MARATHON, RAW, REFERENCE = "marathon", "raw", "mlx_lm.server"
 NAMES = (MARATHON, RAW, REFERENCE)
+REPORT_SECONDS = 1.1  # Marathon's engine reports each second
 
 
 class Subject(Protocol):
@@ -33,7 +35,7 @@ class Subject(Protocol):
     def memory_bytes(self) -> int: ...
 
     def host_seconds(self) -> dict[str, float]:
-        """Seconds by part of its loop and the count `steps`, as far as it tells."""
+        """Seconds by part of its loop and the count `steps`, as far as it tells; waits until they are told."""
 
 
 class Served:
@@ -57,6 +59,7 @@ class Served:
     def host_seconds(self) -> dict[str, float]:
         if self.name != MARATHON:
             return {}
+        sleep(REPORT_SECONDS)
         parts = self._server.metric("marathon_step_seconds_total")
         steps = self._server.metric("marathon_batch_size_count")
         return {label.split('"')[1]: value for label, value in parts.items()} | {"steps": sum(steps.values())}
@@ -92,9 +95,10 @@ def checked(name: str, asks: Sequence[Ask], streams: list[Stream], *, exact: boo
     return streams
 
 
-def measured(subject: Subject, asks: Sequence[Ask]) -> dict[str, float]:
-    """Run a load and take what can be read of any load."""
-    host, cpu = subject.host_seconds(), subject.cpu_seconds()
+def measured(subject: Subject, asks: Sequence[Ask], *, profile: bool = False) -> dict[str, float]:
+    """Run a load and take what can be read of any load; with `profile` also where the subject's time went."""
+    host = subject.host_seconds() if profile else {}
+    cpu = subject.cpu_seconds()
     streams = subject.run(asks)
     cpu = subject.cpu_seconds() - cpu
     figures = {
@@ -106,7 +110,7 @@ def measured(subject: Subject, asks: Sequence[Ask]) -> dict[str, float]:
         "chunks_per_token": chunks_a_token(streams),
         "shortest": min(stream.tokens for stream in streams),
     }
-    return figures | _a_step(host, subject.host_seconds())
+    return figures | (_a_step(host, subject.host_seconds()) if profile else {})
 
 
 def _a_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

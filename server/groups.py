@@ -86,6 +86,10 @@ class Groups:
     def rows(self) -> int:
         return sum(map(len, self.batches))
 
+    def all_rows(self) -> list[Row]:
+        """Of every group."""
+        return [row for batch in self.batches for row in batch.rows]
+
     def caches(self) -> Caches:
         """Every layer of every group."""
         return [layer for batch in self.batches for layer in batch.caches]
@@ -106,12 +110,16 @@ class Groups:
         held = [(batch, row) for batch in shared for row in batch.rows]
         everyone = [row for _, row in held] + rows
         lengths = [batch.length(row) for batch, row in held] + [row.length for row in rows]
-        ideal = partition(lengths, self._loaded.group_bytes, self._loaded.row_bytes)
         simple = self._simple(shared, lengths, len(held))
-        cost = [moved([[lengths[i] for i in g] for g in way], self._loaded.group_bytes, self._loaded.row_bytes)
-                for way in (ideal, simple)]  # fmt: skip
-        chosen = ideal if cost[0] < WORTH * cost[1] else simple
+        chosen = self._better(simple, lengths) or simple
         self._arrange([[everyone[i] for i in group] for group in chosen])
+
+    def _better(self, now: list[list[int]], lengths: list[int]) -> list[list[int]] | None:
+        """The best grouping, if it is worth the move or if `now` moves more than one padded batch would."""
+        ideal = partition(lengths, self._loaded.group_bytes, self._loaded.row_bytes)
+        best, cost = (sum(self._bytes(group, lengths) for group in way) for way in (ideal, now))
+        padded = self._bytes(list(range(len(lengths))), lengths)
+        return ideal if best < WORTH * cost or cost > padded else None
 
     def _simple(self, shared: list[Batch], lengths: list[int], held: int) -> list[list[int]]:
         """The groups as they are, each new row where it adds the fewest bytes (or in a group of its own)."""
@@ -146,13 +154,13 @@ class Groups:
                 batch = self._new_batch()
             taken.add(id(batch))
             plan.append((batch, group))
+        goal = {id(row): batch for batch, group in plan for row in group}
+        for source in shared:
+            if leaving := [row for row in source.rows if goal[id(row)] is not source]:
+                source.leave(leaving, keep_caches=True)
         for batch, group in plan:
-            for source in shared:
-                leaving = [row for row in source.rows if source is not batch and any(row is r for r in group)]
-                if leaving:
-                    source.leave(leaving, keep_caches=True)
-        for batch, group in plan:
-            batch.join([row for row in group if not any(row is r for r in batch.rows)])
+            here = {id(row) for row in batch.rows}
+            batch.join([row for row in group if id(row) not in here])
             if not any(batch is known for known in self.batches):
                 self.batches.append(batch)
         self._sweep()
@@ -166,7 +174,9 @@ class Groups:
         self.batches.append(batch)
 
     def leave(self, rows: list[Row], keep: Keep | None = None) -> None:
-        """Drop rows; `keep(tokens, caches)` is handed what each one read, compacted."""
+        """Drop rows, of all groups at once; `keep(tokens, caches)` is handed what each one read, compacted."""
+        if not rows:
+            return
         for batch in self.batches:
             gone = [row for row in batch.rows if any(row is r for r in rows)]
             if not gone:
@@ -176,6 +186,7 @@ class Groups:
                     keep(batch.held_tokens(row), batch.single_caches(batch.rows.index(row)))
             batch.leave(gone)
         self._sweep()
+        self._regroup()
 
     def take(self, rows: list[Row]) -> list[Row]:
         """The rows, without their caches: the batches that held them are given up with all their rows."""
@@ -203,7 +214,7 @@ class Groups:
         self._iteration += 1
         if len(self.batches) == 1:
             return self.batches[:]
-        if self._iteration % REGROUP_STEPS == 0 and self.batches:
+        if self._iteration % REGROUP_STEPS == 0:
             self._regroup()
         if self._iteration % 16 == 0:
             self._reckon()
@@ -219,15 +230,13 @@ class Groups:
         return news
 
     def _regroup(self) -> None:
-        if shared := self._shared():
-            lengths = [[batch.length(row) for row in batch.rows] for batch in shared]
-            now = moved(lengths, self._loaded.group_bytes, self._loaded.row_bytes)
-            rows = [row for batch in shared for row in batch.rows]
-            flat = [length for group in lengths for length in group]
-            ideal = partition(flat, self._loaded.group_bytes, self._loaded.row_bytes)
-            new = moved([[flat[i] for i in g] for g in ideal], self._loaded.group_bytes, self._loaded.row_bytes)
-            if new < WORTH * now:
-                self._arrange([[rows[i] for i in group] for group in ideal])
+        shared = self._shared()
+        if len(shared) < 2:  # rows grow alike, so one group is never worth splitting unless somebody joins
+            return
+        rows = [row for batch in shared for row in batch.rows]
+        lengths = [batch.length(row) for batch in shared for row in batch.rows]
+        if (better := self._better(self._simple(shared, lengths, len(rows)), lengths)) is not None:
+            self._arrange([[rows[i] for i in group] for group in better])
 
     def _reckon(self) -> None:
         seconds = [self._seconds.get(id(batch), 0.0) for batch in self.batches]

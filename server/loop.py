@@ -20,7 +20,6 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from server.batching import Batch, Caches, Drawn, Row
 from server.cache_guard import Guard, cache_arrays, settle
 from server.constrain import Grammars, Matcher
-from server.engine import Pulse, Seam
 from server.faults import Faults
 from server.groups import Groups
 from server.messages import (
@@ -43,9 +42,11 @@ from server.prefill import ChunkFailed, Prefill
 from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, common_prefix
 from server.pressure import BUFFERS, Act, Verb
 from server.residency import Residency
+from server.seam import Pulse, Seam
 from server.settings import Settings
 
 IDLE_SECONDS = 1.0
+WAIT_SECONDS = 0.005  # between two looks at grammars being compiled while there is nothing else to do
 BUDGET_SHARE = 0.4  # of prefill_stall_ms that one iteration's chunks aim at; the rest is room for a slow chunk
 ALONE_SECONDS = 1.0  # an iteration's chunks while no row decodes: commands are heeded in between
 JOIN_AT_LEAST = 4  # complete prompts that end an iteration's prefill early
@@ -94,11 +95,13 @@ class Loop:
         self._budget = settings.prefill_stall_ms / 1000 * BUDGET_SHARE
         self._rows: dict[int, Row] = {}
         self._started: list[Started] = []
+        self._rebuilt: set[int] = set()  # rows without a token since they were rebuilt
         self._shapes: set[tuple[str, int]] = set()
         self._leaked: list[mx.array] = []
-        # Metal refuses what is beyond its limit, our own count refuses nothing: asked for a limit, we act as Metal does.
+        # Metal refuses what is beyond its limit, our own count refuses nothing: given a limit, we act as Metal does.
         self._enforced = settings.buffer_limit if residency.source.name == "native" else None
         self._draining = False
+        self._waiting = False  # rows are there, but none could go on in the last iteration
 
     def _new_batch(self) -> Batch:
         return Batch(self._loaded.model, self._guard, self._seconds)
@@ -125,8 +128,8 @@ class Loop:
         mx.clear_streams()
 
     def _take_commands(self) -> None:
-        if not self._rows:
-            command = self._seam.receive(IDLE_SECONDS)
+        if not self._rows or self._waiting:
+            command = self._seam.receive(WAIT_SECONDS if self._rows else IDLE_SECONDS)
             if command is None:
                 self._residency_turn()
                 return
@@ -185,20 +188,27 @@ class Loop:
             self._groups.leave([row])
 
     def _fail(self, row: Row, kind: str, message: str) -> None:
-        log.error("sequence %d ends: %s", row.seq, message)
         self._drop(row.seq)
+        self._tell_failed(row, kind, message)
+
+    def _tell_failed(self, row: Row, kind: str, message: str) -> None:
+        log.error("sequence %d ends: %s", row.seq, message)
         self._seam.send(Failed(self._epoch, row.seq, kind, message))
 
     # ------------------------------------------------------------ an iteration
     def _iterate(self) -> None:
+        drawn: list[Drawn] = []
+        before = self._pulse.count
         try:
             self._enforce_limit()
             self._join(self._read_prompts())
-            self._step()
+            self._step(drawn)
         except ChunkFailed as failure:
             self._survive(failure.__cause__ or failure, [failure.row])
         except Exception as error:
             self._survive(error, self._groups.stepping)
+        self._deliver(drawn)  # also what groups drew before another one failed
+        self._waiting = self._pulse.count == before
         self._residency_turn()
 
     def _enforce_limit(self) -> None:
@@ -250,20 +260,18 @@ class Loop:
 
     def _join(self, rows: list[Row]) -> None:
         if rows:
+            self._groups.stepping = [*rows, *self._groups.all_rows()]  # a join may touch every group
             self._groups.join(rows)
 
-    def _step(self) -> None:
-        batches = self._groups.due()
-        if not batches:
-            self._publish([], [])
-            return
-        drawn = []
-        for batch in batches:
+    def _step(self, drawn: list[Drawn]) -> None:
+        """Step the groups that are due; what each one read is added to `drawn`."""
+        self._groups.stepping = self._groups.all_rows()  # the grouping may change
+        for batch in self._groups.due():
             self._groups.stepping = batch.rows
             drawn.append(self._step_one(batch))
         self._groups.stepping = []
-        self._guard.census(*(batch.caches for batch in self._groups.batches))
-        self._deliver(drawn)
+        if drawn:
+            self._guard.census(*(batch.caches for batch in self._groups.batches))
 
     def _step_one(self, batch: Batch) -> Drawn:
         if self._faults.spec:
@@ -296,14 +304,26 @@ class Loop:
     def _deliver(self, drawn: list[Drawn]) -> None:
         ends = [End(row.seq, finish) for news in drawn for row, finish in news.ended]
         self._publish(drawn, ends)
-        for news in drawn:
-            for row, message in news.failed:
-                self._fail(row, "row", message)
-            gone = [row for row, _ in news.ended]
-            for row in gone:
-                self._rows.pop(row.seq, None)
-            if gone:
-                self._groups.leave(gone, keep=self._prefix.insert if self._prefix.enabled else None)
+        self._forgive(drawn)
+        gone = [row for news in drawn for row, _ in news.ended]
+        failed = [pair for news in drawn for pair in news.failed]
+        for row in [*gone, *(row for row, _ in failed)]:
+            self._rows.pop(row.seq, None)
+        for row, message in failed:
+            self._tell_failed(row, "row", message)
+        try:
+            self._groups.leave(gone, keep=self._prefix.insert if self._prefix.enabled else None)
+            self._groups.leave([row for row, _ in failed])
+        except Exception as error:
+            self._survive(error, self._groups.all_rows())
+
+    def _forgive(self, drawn: list[Drawn]) -> None:
+        """A rebuilt row that has delivered a token may fail anew; one that had to be set apart stays so."""
+        if self._rebuilt:
+            for seq in self._rebuilt.intersection(seq for news in drawn for seq in news.seqs):
+                self._rebuilt.discard(seq)
+                if (row := self._rows.get(seq)) and not row.solo:
+                    row.rebuilds = 0
 
     def _publish(self, drawn: list[Drawn], ends: list[End]) -> None:
         started, self._started = self._started, []
@@ -339,17 +359,21 @@ class Loop:
                 limit = self._residency.source.limit or 0
                 self._seam.send(Rotate(self._epoch, count, limit, f"live {BUFFERS}", late=True))
             raise Wedged(f"the device can't go on: {error}") from error
-        log.error("a forward pass of %d rows failed: %s", len(rows), error)
+        log.error("a forward pass of %d rows failed: %s: %s", len(rows), type(error).__name__, error)
+        self._groups.stepping = []
         for row in self._groups.take(rows):
             self._prefill.remove(row.seq)
+            if row.seq not in self._rows:  # it has ended
+                continue
             row.rebuilds += 1
             if row.rebuilds > 2:
-                self._fail(row, "row", f"its forward pass fails: {str(error).splitlines()[0]}")
+                self._fail(row, "row", f"its forward pass fails: {type(error).__name__}")
                 continue
             row.solo = row.rebuilds > 1
             self._recover(row)
 
     def _recover(self, row: Row) -> None:
+        self._rebuilt.add(row.seq)
         row.caches, row.pending, row.adjust, row.score, row.constraint = [], None, None, None, None
         row.prompt_scores = []
         if row.sequence.grammar is not None:

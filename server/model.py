@@ -28,6 +28,8 @@ log = logging.getLogger("marathon.engine")
 STEP = 256  # positions by which mlx-lm's caches grow
 LARGEST_CHUNK = 2048  # tokens
 _PROBE_LENGTH = 257  # one more than a growth step: tells arrays that grow from arrays that don't
+_PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one tells more where there is time for it
+_PEAK_SECONDS = 2.0
 _NOISE_FACTOR = 16  # batched against alone may differ by so many times what prefill differs from decode
 
 
@@ -173,20 +175,24 @@ def _distance(a: mx.array, b: mx.array) -> float:
 def row_cost(model: nn.Module) -> list[LayerCost]:
     """What each cache array of one row takes, from rows of 1 and 257 tokens after a decode step: an array whose shape
     grew holds positions; one that a `max_size` caps stops there; the rest is constant."""
-    short, long = _decoded(model, 1), _decoded(model, _PROBE_LENGTH)
+    short, long = _stepped(model, 1), _stepped(model, _PROBE_LENGTH)
+    mx.clear_cache()  # a buffer that is used again may be larger than asked for
+    mx.eval(cache_arrays(short))  # of the longer row only the shapes matter, and a graph has them before it runs
     costs = []
     for (before, _), (after, cap) in zip(_arrays(short), _arrays(long), strict=False):
         axis = next((i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=False)) if a != b), None)
         if axis is None:
-            costs.append(LayerCost(pinned_bytes([after]), 0))  # some models keep a view of something larger
+            costs.append(LayerCost(pinned_bytes([before]), 0))  # some models keep a view of something larger
         else:
             costs.append(LayerCost(0, after.nbytes // after.shape[axis], STEP, cap))
     return costs
 
 
-def _decoded(model: nn.Module, length: int) -> list[Any]:
-    caches = _prefilled(model, _filler(length))
-    _next(model, [1], caches)
+def _stepped(model: nn.Module, length: int) -> list[Any]:
+    """Caches, not evaluated, after a prompt of `length` tokens and a decode step."""
+    caches: list[Any] = make_prompt_cache(model)
+    model(mx.array([_filler(length)]), cache=caches)
+    model(mx.array([[1]]), cache=caches)
     return caches
 
 
@@ -219,9 +225,15 @@ def _chunk_peak(model: nn.Module) -> int:
     Told from two smaller ones: the part for each token grows with the chunk, and where attention isn't fused the part
     for each pair of tokens with its square.
     """
-    small, twice = _peak(model, 256), _peak(model, 512)
-    pairs = max(0.0, (twice - 2 * small) / (512**2 / 2))
-    each = (twice - pairs * 512**2) / 512
+    started = perf_counter()
+    size = _PEAK_LENGTHS[0]
+    small = _peak(model, size)
+    if (perf_counter() - started) / size * 3 * _PEAK_LENGTHS[1] < _PEAK_SECONDS:
+        size = _PEAK_LENGTHS[1]
+        small = _peak(model, size)
+    twice = _peak(model, 2 * size)
+    pairs = max(0.0, (twice - 2 * small) / (2 * size**2))
+    each = (twice - pairs * (2 * size) ** 2) / (2 * size)
     return int(each * LARGEST_CHUNK + pairs * LARGEST_CHUNK**2)
 
 

@@ -9,19 +9,24 @@ sequence has any length. How many fit a budget is learned from the chunks before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import mlx.core as mx
 
 from server.batching import Model, Row
 from server.cache_guard import Guard, cache_arrays
 from server.messages import TokenLogprobs
+from server.model import LARGEST_CHUNK
 from server.sampling import top_candidates
 
-CHUNKS = (2048, 1024, 512, 256, 128, 64)
+CHUNKS = (LARGEST_CHUNK, 1024, 512, 256, 128, 64)
+_SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocabulary and all
 _MEMORY = 0.5  # weight of the newest measurement of the pace
-_SHORT_SHARE = 0.5  # share of a budget that short prompts may take before the oldest gets its turn
+_DOUBT = 0.05  # how fast the slow pace of a chunk length that isn't used any more is forgotten
+_READ_ALL = 32  # fewer tokens hardly take less time: the weights are read all the same
+_SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of the oldest
 
 
 class ChunkFailed(Exception):
@@ -47,7 +52,7 @@ class Reading:
     def begin(self, done: int, snapshot_at: list[int]) -> None:
         """The caches are there and hold `done` tokens."""
         self.begun, self.done = True, done
-        self.snapshot_at = [mark for mark in snapshot_at if done < mark <= self.goal]
+        self.snapshot_at = sorted({mark for mark in snapshot_at if done < mark <= self.goal})
 
     @property
     def complete(self) -> bool:
@@ -74,17 +79,20 @@ class Pace:
         self._seconds: dict[int, float] = {}
 
     def learn(self, size: int, seconds: float) -> None:
-        size = next((s for s in reversed(CHUNKS) if s >= size), CHUNKS[0])
-        rate = seconds / size
-        before = self._seconds.get(size)
-        self._seconds[size] = rate if before is None else before + _MEMORY * (rate - before)
+        if size < CHUNKS[-1] and self._seconds:
+            return  # so few tokens say nothing of full chunks
+        kind, rate = next((s for s in CHUNKS if s <= size), CHUNKS[-1]), seconds / size
+        before = self._seconds.get(kind, rate)
+        self._seconds[kind] = before + _MEMORY * (rate - before)
+        for larger in [s for s in self._seconds if s > kind and self._seconds[s] > rate]:
+            self._seconds[larger] += _DOUBT * (rate - self._seconds[larger])  # its first time may have been unlucky
 
     def seconds(self, size: int) -> float | None:
         """Expected time of a chunk, from the nearest length measured; None before the first."""
         if not self._seconds:
             return None
         nearest = min(self._seconds, key=lambda known: abs(known.bit_length() - size.bit_length()))
-        return self._seconds[nearest] * size
+        return self._seconds[nearest] * max(size, _READ_ALL)
 
 
 class Prefill:
@@ -108,6 +116,7 @@ class Prefill:
         self._on_chunk = on_chunk
         self._on_mark = on_mark
         self._pace = Pace()
+        self._ahead = 0.0  # seconds that short prompts got more than the oldest
         self.readings: list[Reading] = []
 
     def __len__(self) -> int:
@@ -132,7 +141,8 @@ class Prefill:
         Returns the rows to join, which leave this object.
         """
         started, chunks = perf_counter(), 0
-        for reading in self._turns(budget):
+        while waiting := [r for r in self.readings if not r.complete]:
+            reading = self._turn(waiting, budget)
             if not reading.begun:
                 reading.begin(*self._on_begin(reading.row))
             if reading.left:
@@ -140,23 +150,27 @@ class Prefill:
                 size = self._size(reading, left)
                 if chunks and left is not None and (self._expected(reading, size) or 0.0) > left:
                     break
-                self._chunk(reading, size)
+                self._account(reading, waiting, budget, self._chunk(reading, size))
                 chunks += 1
-            if sum(r.complete for r in self.readings) >= enough:
+            if sum(r.complete and ready(r.row) for r in self.readings) >= enough:
                 break
         finished = [r for r in self.readings if r.complete and ready(r.row)]
         self.readings = [r for r in self.readings if r not in finished]
         return [r.row for r in finished]
 
-    def _turns(self, budget: float | None) -> Iterator[Reading]:
-        """Whose chunk is next: the shortest rest first, and from half of the budget on the oldest."""
-        started = perf_counter()
-        while waiting := [r for r in self.readings if not r.complete]:
-            spent = perf_counter() - started
-            if budget is not None and spent > _SHORT_SHARE * budget:
-                yield waiting[0]
-            else:
-                yield min(waiting, key=lambda r: r.left)
+    def _turn(self, waiting: list[Reading], budget: float | None) -> Reading:
+        """Whose chunk is next: the one with the least left, unless such are too far ahead of the oldest."""
+        if budget is not None and self._ahead >= _SHORT_SHARE * budget:
+            return waiting[0]
+        return min(waiting, key=lambda r: r.left)
+
+    def _account(self, reading: Reading, waiting: list[Reading], budget: float | None, seconds: float) -> None:
+        """Over iterations, since a budget may have room for one chunk only."""
+        if len(waiting) < 2 or budget is None:
+            self._ahead = 0.0
+        else:
+            change = -seconds if reading is waiting[0] else seconds
+            self._ahead = min(max(0.0, self._ahead + change), budget)
 
     def _expected(self, reading: Reading, size: int) -> float | None:
         known = self._pace.seconds(size)
@@ -170,6 +184,8 @@ class Prefill:
             fits = [size for size in CHUNKS if (self._expected(reading, size) or 0) <= left]
             unknown = self._pace.seconds(CHUNKS[-1]) is None
             limit = CHUNKS[-1] if unknown or not fits else fits[0]
+        if reading.row.sequence.prompt_logprobs:
+            limit = min(limit, _SCORED_CHUNK)
         return self._cut(reading, limit)
 
     @staticmethod
@@ -179,7 +195,7 @@ class Prefill:
             return stop
         return next(size for size in CHUNKS if size <= limit)
 
-    def _chunk(self, reading: Reading, size: int) -> None:
+    def _chunk(self, reading: Reading, size: int) -> float:
         row, started = reading.row, perf_counter()
         try:
             self._forward(row, row.tokens[reading.done : reading.done + size + 1])
@@ -187,16 +203,18 @@ class Prefill:
             raise ChunkFailed(row) from error
         reading.done += size
         seconds = perf_counter() - started
-        reading.pace = seconds / size
+        if size >= CHUNKS[-1]:
+            reading.pace = seconds / size
         self._pace.learn(size, seconds)
         self._on_chunk(row, size, seconds)
         if reading.snapshot_at and reading.done == reading.snapshot_at[0]:
             self._on_mark(row, reading.snapshot_at.pop(0))
+        return seconds
 
     def _forward(self, row: Row, tokens: list[int]) -> None:
         """Read all of `tokens` but the last, which is only there to be scored."""
         logits = self._model(mx.array([tokens[:-1]]), cache=row.caches)
-        if row.sequence.prompt_logprobs:
+        if row.sequence.prompt_logprobs and not row.produced:
             row.prompt_scores += _scores(logits[0], tokens[1:], row.sequence.logprobs)
         del logits  # else never evaluated: the head over a whole chunk costs hundreds of MB
         if self._guard.enabled:
@@ -212,5 +230,11 @@ def _scores(logits: mx.array, targets: list[int], alternatives: int) -> list[Tok
     own = (mx.take_along_axis(logits, mx.array(targets)[:, None], axis=-1) - total)[:, 0]
     width = min(1 << (max(1, alternatives) - 1).bit_length(), logits.shape[-1])
     best, ids = top_candidates(logits, width)
-    columns = zip(own.tolist(), ids.tolist(), (best - total).tolist(), strict=True)
+    columns = zip(_listed(own), _listed(ids), _listed(best - total), strict=True)
     return [TokenLogprobs(o, list(zip(i, b, strict=True))[: max(0, alternatives)]) for o, i, b in columns]
+
+
+def _listed(array: mx.array) -> list[Any]:
+    listed = array.tolist()
+    assert isinstance(listed, list)
+    return listed

@@ -18,13 +18,13 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from server.cache_guard import cache_arrays, census, pending_leaves
-from server.engine import Pulse, Seam
 from server.faults import Faults, parse
 from server.loop import Loop
 from server.messages import Command, Drain, Event, Failed, Finding, Sampling, Sequence, Snapshot, Start, Steps, Submit
 from server.model import Loaded
 from server.pressure import Fit, Slope
 from server.residency import Off, Residency, Source
+from server.seam import Pulse, Seam
 from server.settings import Settings, load
 
 EVERY = 40  # steps between two arrivals
