@@ -25,8 +25,8 @@ from loadtests import zoo
 from loadtests.harness import ROOT, device
 from loadtests.ledger import Ledger
 from server import agreement, model, native
-from server.agreement import Agreement
 from server.allocator import Unavailable
+from server.certificate import Agreement
 from server.model import Loaded
 from server.rehearsal import EVERY, Gauge, Plan, Run, play, play_mlx_lm
 from server.residency import Source

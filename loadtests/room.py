@@ -11,6 +11,8 @@ from pathlib import Path
 from server import messages, model
 from server.admission import Capacity
 
+LONGEST_PROMPT = 40  # tokens
+
 
 def main(arguments: list[str]) -> None:
     folder, rows, length = Path(arguments[0]), int(arguments[1]), int(arguments[2])
@@ -21,7 +23,7 @@ def main(arguments: list[str]) -> None:
         **facts,
     )  # fmt: skip
     capacity = Capacity(ready, None, rows)
-    print(capacity.fixed + rows * (capacity.cost(length) + capacity.largest(length)))
+    print(capacity.weights + capacity.peak(LONGEST_PROMPT) + rows * (capacity.cost(length) + capacity.largest(length)))
 
 
 if __name__ == "__main__":

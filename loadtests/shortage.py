@@ -37,7 +37,8 @@ async def leak(scene: Scene) -> Findings:
 
 
 async def guard_off(scene: Scene) -> Findings:
-    """A model that leaks by itself once the guard is off, with two rows."""
+    """A model that leaks by itself once the guard is off, with two rows. What it leaks can be won back by evaluating
+    it, and that comes before any rotation."""
     tokens = scene.count(TOKENS, 8000) // 2
     bodies = [completion(prompt(length, scene.rng), tokens) for length in (20, 50)]
     return await _leaking(scene, bodies, 2, guard="off")
@@ -58,8 +59,13 @@ async def _leaking(scene: Scene, bodies: list[dict[str, Any]], a_step: int, **op
     verdicts: Verdicts = crew.judge()
     findings.problems += verdicts.problems()
     findings.notes += verdicts.explained
-    findings.figures |= {"rotations": findings.restarts("rotation"), "longest gap s": longest_gap(crew.accounts())}
-    if findings.restarts("rotation") < wanted:
+    findings.figures |= {
+        "rotations": findings.restarts("rotation"),
+        "flushes": len(findings.thresholds("flush")),
+        "longest gap s": longest_gap(crew.accounts()),
+    }
+    met = findings.restarts("rotation") + len(findings.thresholds("flush"))
+    if met < wanted or (findings.restarts("rotation") < wanted and "faults" in options):
         findings.problems.append(f"only {findings.restarts('rotation'):.0f} rotations")
     if findings.restarts("crash"):
         findings.problems.append(

@@ -17,6 +17,7 @@ from server import messages
 from server.errors import ContextLengthExceeded, ExceedsMemory
 
 GROWTH = 256  # positions by which caches grow
+LARGEST_CHUNK = 2048  # tokens of a prompt that the engine reads at once
 CALM_SECONDS = 10.0  # of calm before a preempted row may come back
 _CLOSED = frozenset({"hold", "rotate"})
 
@@ -28,7 +29,8 @@ class Capacity:
         self.context = min(ready.context, context or ready.context)
         self.max_rows = max_rows
         self.limit = ready.memory_limit  # 0: unknown, then memory refuses nobody
-        self.fixed = ready.weights_bytes + ready.probe.chunk_peak_bytes
+        self.weights = ready.weights_bytes
+        self._chunk_peak = ready.probe.chunk_peak_bytes
         self._layers = Counter(ready.probe.row_cost)
 
     def cost(self, length: int) -> int:
@@ -39,9 +41,14 @@ class Capacity:
         """Bytes of its largest cache array: joining and growing copy one at a time."""
         return max((_bytes(layer, length) for layer in self._layers), default=0)
 
+    def peak(self, unread: int) -> int:
+        """Bytes that a prefill chunk needs for a while when so many tokens are yet to be read. A part of the largest
+        chunk's peak: what a chunk needs grows with its length, or faster."""
+        return self._chunk_peak * min(unread, LARGEST_CHUNK) // LARGEST_CHUNK
+
     def alone(self, length: int) -> int:
         """Bytes that the engine needs with this row as its only one."""
-        return self.fixed + self.cost(length) + self.largest(length)
+        return self.weights + self.peak(length) + self.cost(length) + self.largest(length)
 
     def check(self, sequence: messages.Sequence) -> None:
         """Raises ContextLengthExceeded or ExceedsMemory for a sequence that could never run."""
@@ -85,39 +92,49 @@ class Room:
 
     Args:
         lengths: planned positions of the rows that run.
+        unread: tokens that are yet to be read of the row that has most of them.
         pressure: of the newest snapshot.
         calm: seconds since pressure was last anything else than calm.
         padding: bytes that the groups hold by the bytes that their rows need.
     """
 
     def __init__(
-        self, capacity: Capacity, lengths: Iterable[int], *, pressure: str = "calm", calm: float = 0, padding: float = 1
+        self,
+        capacity: Capacity,
+        lengths: Iterable[int],
+        *,
+        unread: int = 0,
+        pressure: str = "calm",
+        calm: float = 0,
+        padding: float = 1,
     ) -> None:
         self._capacity = capacity
         self._pressure = pressure
         self._calm = calm
         self._padding = max(padding, 1.0)
+        self._unread = unread
         self._rows = self._bytes = self._copies = 0
         for length in lengths:
             self.take(length)
 
-    def take(self, length: int) -> None:
-        """A row of `length` planned positions starts."""
+    def take(self, length: int, unread: int = 0) -> None:
+        """A row of `length` planned positions starts, by reading `unread` of them."""
+        self._unread = max(self._unread, unread)
         self._rows += 1
         self._bytes += self._capacity.cost(length)
         self._copies += self._capacity.largest(length)
 
-    def admits_new(self, length: int) -> bool:
+    def admits_new(self, length: int, unread: int = 0) -> bool:
         """A sequence that never ran. With nothing else running it may always start: somebody has to move."""
-        return self._rows == 0 or (self._pressure not in _CLOSED and self.holds(length))
+        return self._rows == 0 or (self._pressure not in _CLOSED and self.holds(length, unread))
 
     def admits_preempted(self, length: int) -> bool:
         """One that gave its memory back; `length` is what it has."""
         return self._rows == 0 or (
-            self._pressure == "calm" and self._calm >= CALM_SECONDS and self.holds(length + GROWTH)
+            self._pressure == "calm" and self._calm >= CALM_SECONDS and self.holds(length + GROWTH, length)
         )
 
-    def holds(self, length: int) -> bool:
+    def holds(self, length: int, unread: int = 0) -> bool:
         """Rows and bytes allow it, whatever the pressure."""
         if self._rows >= self._capacity.max_rows:
             return False
@@ -125,4 +142,5 @@ class Room:
             return True
         rows = (self._bytes + self._capacity.cost(length)) * self._padding
         copies = self._copies + self._capacity.largest(length)
-        return self._capacity.fixed + rows + copies <= self._capacity.limit
+        peak = self._capacity.peak(max(self._unread, unread))
+        return self._capacity.weights + peak + rows + copies <= self._capacity.limit

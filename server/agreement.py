@@ -10,7 +10,6 @@ and of load tests, never in a serving engine.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from server.batching import Batch, Caches, Row
 from server.cache_guard import Guard
+from server.certificate import Agreement
 from server.messages import Sampling, Sequence, Snapshot
 from server.model import Loaded
 from server.prefill import Prefill
@@ -26,33 +26,10 @@ from server.prefill import Prefill
 LENGTHS = (5, 19, 40)  # prompts of the rows
 APART = 6  # steps between two joins
 TOKENS = 40
-SHARE = 0.02  # of the streams may part at a tie
 NOISE_FACTOR = 16  # how much further the paths may be apart than reading at once and token by token are
 SPREAD_SHARE = 2e-3  # or than this share of the logits' own spread, where those two hardly differ
 
 Logits = np.ndarray[Any, Any]  # [tokens, V]
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What the experiment showed."""
-
-    streams: int
-    parted: int  # streams with another token somewhere
-    unexplained: int  # of those, not at a tie
-    distance: float  # the largest logit difference of the two paths
-    rounding: float  # the largest that counts as rounding
-
-    @property
-    def holds(self) -> bool:
-        return self.distance <= self.rounding and not self.unexplained and self.parted <= max(1, SHARE * self.streams)
-
-    def __str__(self) -> str:
-        parted = f", {self.parted - self.unexplained} parted at a tie, {self.unexplained} elsewhere"
-        return (
-            f"{self.streams - self.parted} of {self.streams} streams equal{parted if self.parted else ''}; "
-            f"logits differ by {self.distance:.2g}, of which {self.rounding:.2g} is rounding"
-        )
 
 
 class _Ear:

@@ -1,8 +1,8 @@
 """`marathon certify`: whether a model runs flat in Marathon, and what it does in mlx-lm.
 
-Owns the certificate: three runs of one plan (Marathon's loop with the guard and without it, mlx-lm's BatchGenerator),
-the verdict over them, and how it is printed. Runs in the main thread of a child process, which is given its order as
-JSON on standard input; progress goes to standard error, the certificate to standard output.
+Owns the three runs of one plan (Marathon's loop with the guard and without it, mlx-lm's BatchGenerator) and the verdict
+over them. Runs in the main thread of a child process, which is given its order as JSON on standard input; progress
+goes to standard error, the certificate to standard output. Never runs beside a server's engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,81 +20,18 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import server
 from server import agreement, device, metal, model, native
-from server.agreement import Agreement
 from server.allocator import Unavailable
-from server.certificate import Order
+from server.certificate import FLAT, SHARE, Agreement, Arm, Certificate, Death, Order, to_json, to_text
 from server.errors import StartupError
 from server.model import Loaded
 from server.pressure import Fit
 from server.rehearsal import Gauge, Plan, Run, caches_in_words, play, play_mlx_lm
 from server.residency import Off, Source
 
-FLAT = 0.01  # buffers a token; the whole interval must lie within
-SHARE = 0.02  # of the streams may say something else with the guard: see `server.agreement`
 BEYOND = 2  # a run to the limit is given up at so many times the predicted token
 EXIT_FAILED, EXIT_UNABLE = 1, 2
 
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One of the three runs, in figures."""
-
-    name: str
-    buffers_a_token: float | None = None  # absent where the run failed
-    interval: tuple[float, float] | None = None  # 95 %
-    bytes_a_token: float | None = None  # beyond what the caches' own growth explains
-    at_fault: list[str] = field(default_factory=list)  # fields whose graphs grow, with their layers
-    failed: str = ""
-
-    @property
-    def flat(self) -> bool:
-        return self.interval is not None and self.interval[0] >= -FLAT and self.interval[1] <= FLAT
-
-    @property
-    def rising(self) -> bool:
-        return self.interval is not None and self.interval[0] > 0
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """When the unguarded run would have no buffers left, and when it had none if that was tried."""
-
-    limit: int
-    baseline: float
-    token: float | None  # absent: never
-    reached: float | None = None
-
-    @property
-    def deviation(self) -> float | None:
-        return None if self.reached is None or self.token is None else self.reached / self.token - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """All that is printed."""
-
-    model: str
-    model_type: str
-    caches: str
-    batching: str
-    device: str
-    versions: dict[str, str]
-    tokens: int
-    rows: int
-    source: str
-    source_reason: str
-    arms: dict[str, Arm]  # guarded, unguarded, mlx_lm
-    death: Death | None
-    agreement: Agreement | None  # absent where rows run alone
-    guard_streams: int
-    guard_changed: int  # streams whose text isn't the same with the guard and without
-    faults: list[str]  # why it fails; empty: passed
-
-    @property
-    def passed(self) -> bool:
-        return not self.faults
 
 
 # ---------------------------------------------------------------- playing
@@ -213,54 +149,6 @@ def _faults(guarded: Arm, agreed: Agreement | None, changed: float) -> list[str]
     if changed > SHARE:
         faults.append(f"the guard changes the text of {changed:.0%} of the streams")
     return faults
-
-
-# ---------------------------------------------------------------- printing
-def to_json(certificate: Certificate) -> str:
-    body = asdict(certificate) | {"passed": certificate.passed}
-    if (agreed := certificate.agreement) is not None:
-        body["agreement"]["holds"] = agreed.holds
-    return json.dumps(body, indent=2)
-
-
-def to_text(certificate: Certificate) -> str:
-    one = certificate
-    words = ", ".join(f"{name} {number}" for name, number in one.versions.items())
-    facts = {
-        "model": f"{one.model} ({one.model_type}), {one.caches}",
-        "batching": one.batching,
-        "device": one.device,
-        "versions": words,
-        "plan": f"{one.tokens:,} tokens; a long row, others join it every 40 and leave; {one.rows} at each reading",
-        "count": one.source + (f" ({one.source_reason})" if one.source_reason else ""),
-        **{arm.name: _arm_in_words(arm) for arm in one.arms.values()},
-        "death without guard": _death_in_words(one),
-        "batch = alone": str(one.agreement) if one.agreement else "rows run alone",
-        "guard = no guard": f"{one.guard_streams - one.guard_changed} of {one.guard_streams} streams equal",
-        "verdict": "passed" if one.passed else "FAILED: " + "; ".join(one.faults),
-    }
-    width = max(map(len, facts))
-    return "\n".join(f"{name:{width}}  {value}" for name, value in facts.items())
-
-
-def _arm_in_words(arm: Arm) -> str:
-    if arm.interval is None or arm.buffers_a_token is None or arm.bytes_a_token is None:
-        return f"can't be run: {arm.failed}"
-    half = (arm.interval[1] - arm.interval[0]) / 2
-    fault = f"; at fault: {', '.join(arm.at_fault)}" if arm.at_fault else ""
-    return f"{arm.buffers_a_token:.3f} ±{half:.3f} buffers a token, {arm.bytes_a_token:.1f} bytes a token{fault}"
-
-
-def _death_in_words(one: Certificate) -> str:
-    death, rate = one.death, one.arms["mlx_lm"].buffers_a_token
-    if death is None or rate is None:
-        return "can't be said: no live-buffer count" if one.source == "graph leaves" else "can't be said"
-    if death.token is None:
-        return "none: the count is flat in mlx-lm too"
-    words = f"at token {death.token:,.0f} = ({death.limit:,} − {death.baseline:,.0f}) / {rate:.3f}"
-    if death.deviation is None or death.reached is None:
-        return words
-    return f"{words}; reached at token {death.reached:,.0f}, {death.deviation:+.1%}"
 
 
 def _tell(line: str) -> None:

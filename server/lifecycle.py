@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from server import logs
 from server.api.sse import ABORT
-from server.errors import InvalidValue, NotReady, StartupError
+from server.errors import Draining, InvalidValue, NotReady, StartupError
 from server.messages import Ready
 from server.settings import Settings
 from server.supervisor import Supervisor
@@ -132,8 +132,10 @@ class Server(uvicorn.Server):
             self._announce(await self._supervisor.wait_known())
         except StartupError as error:
             self.failure, self.should_exit = error, True
-        except NotReady:  # drained before the first engine was up
+        except Draining:
             log.info("ended before the model was loaded")
+        except NotReady as error:  # more are tried; /ready says so, and so does every request
+            log.error("%s", error)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of a signal. uvicorn would raise it again at the end; a drained server has ended well."""

@@ -77,11 +77,14 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        self._guess: float | None = None  # from a chunk too small to say much
 
     def learn(self, size: int, seconds: float) -> None:
-        if size < CHUNKS[-1] and self._seconds:
-            return  # so few tokens say nothing of full chunks
-        kind, rate = next((s for s in CHUNKS if s <= size), CHUNKS[-1]), seconds / size
+        rate = seconds / size
+        if size < CHUNKS[-1]:
+            self._guess = rate
+            return
+        kind = next(s for s in CHUNKS if s <= size)
         before = self._seconds.get(kind, rate)
         self._seconds[kind] = before + _MEMORY * (rate - before)
         for larger in [s for s in self._seconds if s > kind and self._seconds[s] > rate]:
@@ -89,10 +92,11 @@ class Pace:
 
     def seconds(self, size: int) -> float | None:
         """Expected time of a chunk, from the nearest length measured; None before the first."""
-        if not self._seconds:
-            return None
-        nearest = min(self._seconds, key=lambda known: abs(known.bit_length() - size.bit_length()))
-        return self._seconds[nearest] * max(size, _READ_ALL)
+        rate = self._guess
+        if self._seconds:
+            nearest = min(self._seconds, key=lambda known: abs(known.bit_length() - size.bit_length()))
+            rate = self._seconds[nearest]
+        return None if rate is None else rate * max(size, _READ_ALL)
 
 
 class Prefill:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,15 @@ Caches = list[Any]
 
 
 def can_trim(caches: Caches) -> bool:
-    """Whether every layer can forget its newest positions."""
-    return bool(can_trim_prompt_cache(caches))
+    """Whether every layer can forget its newest positions, down to any length."""
+    cut = any(getattr(part, "start_position", 0) for part in _parts(caches))  # a chunked cache that lost its front
+    return bool(can_trim_prompt_cache(caches)) and not cut
+
+
+def _parts(caches: Caches) -> Iterator[Any]:
+    """The caches, those inside a list of caches one by one."""
+    for layer in caches:
+        yield from getattr(layer, "caches", None) or [layer]
 
 
 def common_prefix(a: list[int] | np.ndarray[Any, Any], b: list[int] | np.ndarray[Any, Any]) -> int:
@@ -103,8 +111,12 @@ class PrefixCache:
         if not self._is_worth(tokens):
             return
         _cut_spare(caches)
-        pinned = compact(caches)
-        entry = _Entry(np.array(tokens, dtype=np.int64), caches, pinned, can_trim(caches))
+        entry = _Entry(np.array(tokens, dtype=np.int64), caches, 0, can_trim(caches))
+        if entry.trims and self._stands_in(entry):
+            return
+        entry.pinned = pinned = compact(caches)
+        if pinned > self._budget:  # it would drive out all others and then itself
+            return
         key = entry.tokens.tobytes()
         self._drop(key)
         if entry.trims:
@@ -117,6 +129,14 @@ class PrefixCache:
 
     def _is_worth(self, tokens: list[int]) -> bool:
         return self.enabled and len(tokens) >= WORTH_KEEPING
+
+    def _stands_in(self, new: _Entry) -> bool:
+        """Whether a kept entry begins with the new one and can be trimmed to it; it is then as good as used."""
+        for key, entry in self._entries.items():
+            if entry.trims and common_prefix(entry.tokens, new.tokens) == len(new.tokens):
+                self._entries.move_to_end(key)
+                return True
+        return False
 
     def _drop_prefixes(self, new: _Entry) -> None:
         """Entries that the new one can stand in for."""
@@ -159,8 +179,7 @@ class PrefixCache:
 
 def _cut_spare(caches: Caches) -> None:
     """mlx-lm's growing cache keeps room for the next positions; an entry needs none."""
-    for layer in caches:
-        for part in getattr(layer, "caches", None) or [layer]:
-            if type(part) is KVCache and part.keys is not None and part.keys.shape[2] > part.offset:
-                part.keys = mx.contiguous(part.keys[..., : part.offset, :])
-                part.values = mx.contiguous(part.values[..., : part.offset, :])
+    for part in _parts(caches):
+        if type(part) is KVCache and part.keys is not None and part.keys.shape[2] > part.offset:
+            part.keys = mx.contiguous(part.keys[..., : part.offset, :])
+            part.values = mx.contiguous(part.values[..., : part.offset, :])

@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from server.cache_guard import cache_arrays, census, pending_leaves
+from server.certificate import GRAPHS
 from server.faults import Faults, parse
 from server.loop import Loop
 from server.messages import Command, Drain, Event, Failed, Finding, Sampling, Sequence, Snapshot, Start, Steps, Submit
@@ -93,6 +94,7 @@ class Run:
     texts: dict[int, list[int]] = field(default_factory=dict)  # token ids by row number
     growing: list[Finding] = field(default_factory=list)  # fields whose graphs grew, with their newest count
     failed: str = ""  # why it couldn't be played to the end
+    snapshot: Snapshot = field(default_factory=Snapshot)  # the loop's own figures
 
     @property
     def step(self) -> int:
@@ -141,7 +143,7 @@ class Gauge:
 
     @property
     def name(self) -> str:
-        return "graph leaves" if self._source.limit is None else self._source.name
+        return GRAPHS if self._source.limit is None else self._source.name
 
     def read(self, run: Run, caches: list[Any]) -> None:
         mx.synchronize()
@@ -208,18 +210,22 @@ class _Script(Seam):
             self._run.failed = self._run.failed or event.message
 
 
-def play(plan: Plan, loaded: Loaded, gauge: Gauge, *, guard: bool = True) -> Run:
-    """The plan in Marathon's own loop. Prefixes aren't kept, so that all that is held is held by rows."""
+def play(plan: Plan, loaded: Loaded, gauge: Gauge, **values: Any) -> Run:
+    """The plan in Marathon's own loop, with other settings if given.
+
+    Prefixes aren't kept, so that all that is held is held by rows, and prefill isn't held up, so that a slow machine
+    plays no other run than a quick one.
+    """
     run = Run()
-    values = {"guard": guard, "prefix_cache": 0, "live_buffers": "off", "prefill_stall_ms": 60_000}
-    _perform(plan, loaded, gauge, load(values), run)
+    fixed = {"prefix_cache": 0, "live_buffers": "off", "prefill_stall_ms": 60_000}
+    _perform(plan, loaded, gauge, load(fixed | values), run)
     _drop_garbage()
     return run
 
 
 def _perform(plan: Plan, loaded: Loaded, gauge: Gauge, settings: Settings, run: Run) -> None:
     """The loop isn't closed but dropped: after `close` no MLX call works in this thread."""
-    snapshot = Snapshot()
+    snapshot = run.snapshot
     seam = _Script(plan, run, lambda: gauge.read(run, loop.caches()), _ended(plan))
     loop = Loop(
         seam,

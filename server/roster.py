@@ -80,10 +80,11 @@ class Roster:
         if not self._feeding or self.waiting or self._tried:
             return 0
         room, count = self._room(), 0
-        for length in (self._outlook.length(sequence, 0) for sequence in sequences):
-            if not room.admits_new(length):
+        for sequence in sequences:
+            length, unread = self._outlook.length(sequence, 0), len(sequence.prompt)
+            if not room.admits_new(length, unread):
                 break
-            room.take(length)
+            room.take(length, unread)
             count += 1
         return count
 
@@ -175,7 +176,7 @@ class Roster:
             return
         room = self._room()
         while (generation := self._next(room)) is not None:
-            room.take(self._planned(generation))
+            room.take(self._planned(generation), generation.length)
             self._submit(generation)
 
     def _room(self) -> Room:
@@ -185,6 +186,7 @@ class Roster:
         return Room(
             self._capacity,
             map(self._planned, self.running.values()),
+            unread=max(map(_unread, self.running.values()), default=0),
             pressure=self._snapshot.pressure,
             calm=self.clock() - self._calm_since,
             padding=held / needed if needed else 1.0,
@@ -198,12 +200,12 @@ class Roster:
         if self._returning:
             head = self._returning[0]
             free = probation.may_start(head, self.running.values())
-            return self._returning.popleft() if free and room.holds(head.length) else None
+            return self._returning.popleft() if free and room.holds(head.length, head.length) else None
         if not self._queue or self._tried is not None:
             return None
         head = self._queue[0]
         if head.cause is None:
-            return self._queue.popleft() if room.admits_new(self._planned(head)) else None
+            return self._queue.popleft() if room.admits_new(self._planned(head), head.length) else None
         return self._queue.popleft() if room.admits_preempted(head.length) else None
 
     def _submit(self, generation: Generation) -> None:
@@ -282,6 +284,11 @@ class Roster:
         """Whatever is in the engine ends with this error; those that wait go on waiting."""
         for live in {generation.live for generation in self.running.values()}:
             self._fail(live, error)
+
+
+def _unread(generation: Generation) -> int:
+    """Tokens that its engine may still have to read before it draws."""
+    return generation.length if generation.cause is not None or not generation.generated else 0
 
 
 def _outcome(live: Live, unfinished: bool) -> str:

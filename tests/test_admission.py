@@ -80,8 +80,21 @@ def test_rows_are_bounded_whatever_the_memory():
 def test_new_rows_wait_for_bytes_and_the_chunk_peak_counts_once():
     # weights 1000, three rows of 2560, as much for their joins, one chunk of 700
     exact = 1000 + 700 + 3 * 2560 + 3 * 2560
-    assert Room(capacity(FULL, limit=exact, chunk=700), [10, 10]).admits_new(10)
-    assert not Room(capacity(FULL, limit=exact - 1, chunk=700), [10, 10]).admits_new(10)
+    assert Room(capacity(FULL, limit=exact, chunk=700), [10, 10], unread=5000).admits_new(10, 3000)
+    assert not Room(capacity(FULL, limit=exact - 1, chunk=700), [10, 10], unread=5000).admits_new(10, 3000)
+
+
+def test_a_short_prompt_needs_its_part_of_the_largest_chunks_peak():
+    exact = 1000 + 700 // 4 + 3 * 2560 + 3 * 2560
+    assert Room(capacity(FULL, limit=exact, chunk=700), [10, 10]).admits_new(10, 512)
+    assert not Room(capacity(FULL, limit=exact, chunk=700), [10, 10]).admits_new(10, 516)
+    assert not Room(capacity(FULL, limit=exact, chunk=700), [10, 10], unread=516).admits_new(10)
+    room = Room(capacity(FULL, limit=exact, chunk=700), [10])
+    room.take(10, 516)
+    assert not room.admits_new(10)
+    capacity(FULL, limit=1000 + 2 * 2560 + 34, chunk=700).check(sequence(100))
+    with pytest.raises(ExceedsMemory):
+        capacity(FULL, limit=1000 + 2 * 2560 + 33, chunk=700).check(sequence(100))
 
 
 def test_padding_of_the_groups_is_charged():
@@ -133,4 +146,4 @@ def test_what_is_admitted_fits(lengths: list[int], length: int, limit: int):
     c = capacity(FULL, SLIDING, STATE, limit=limit)
     room = Room(c, lengths)
     if lengths and room.admits_new(length):
-        assert c.fixed + sum(map(c.cost, [*lengths, length])) <= limit
+        assert c.weights + sum(map(c.cost, [*lengths, length])) <= limit

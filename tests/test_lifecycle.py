@@ -98,6 +98,15 @@ async def test_a_model_that_cannot_be_loaded_ends_the_server_with_a_reason() -> 
         assert "config.json" in str(site.server.failure)
 
 
+async def test_a_server_can_be_ended_while_its_model_loads() -> None:
+    fake = engine(load_seconds=60)
+    async with run_server(fake, ready=False) as site:
+        site.server.handle_exit(signal.SIGTERM, None)
+        await site.until(lambda: site.server.should_exit)
+        assert site.server.failure is None
+        assert not fake.alive
+
+
 def test_a_taken_port_is_named_in_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

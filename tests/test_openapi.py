@@ -37,7 +37,7 @@ async def test_the_document_describes_every_route_field_and_status() -> None:
 
 
 async def test_health_says_what_the_design_promises() -> None:
-    ready = {"live_source": "native", "buffer_limit": 1000, "batching": "alone: no merge"}
+    ready = {"live_source": "native", "buffer_limit": 1000}
     async with run_server(engine(ready=ready)) as site:
         await site.chat()
         body = (await site.client.get("/health")).json()
@@ -47,7 +47,7 @@ async def test_health_says_what_the_design_promises() -> None:
         assert body["engine"]["up"] is True
         assert 0 <= body["engine"]["last_step_age_seconds"] < 60
         assert body["live_buffers"] == {"source": "native", "count": None, "limit": 1000, "reason": None}
-        assert (body["batching"], body["draining"], body["pressure"]) == ("alone: no merge", False, "calm")
+        assert (body["batching"], body["draining"], body["pressure"]) == ("batched", False, "calm")
 
 
 async def test_debug_shows_findings_and_the_acts_of_both_processes_in_order() -> None:

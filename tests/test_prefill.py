@@ -140,7 +140,7 @@ def test_the_budget_holds_from_the_first_prompts_on(clock, budget, each):
     for seq in range(3):
         bench.insert(seq, 6)
         bench.run(budget)
-    bench.insert(9, 4000)
+    bench.insert(9, 40_000)
     smallest = 2 * MS + 64 * each * MS
     spent = []
     while True:
