@@ -52,7 +52,7 @@ chaos: install
 	$(BIN)/python -m loadtests.chaos $(ARGS)
 
 certify: install
-	$(BIN)/marathon certify $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	$(BIN)/marathon certify $(MODEL) $(ARGS)
 
 # New pins for both platforms; the newest releases that pyproject.toml allows.
 lock: install

@@ -34,6 +34,7 @@ MODES: dict[str, Mode] = {
     "fast-leak": shortage.fast_leak,
     "guard-off": shortage.guard_off,
     "preempt": shortage.preempt,
+    "preempt-long": shortage.preempt_long,
     "drain": departures.drain,
     "disconnects": departures.disconnects,
 }
@@ -42,7 +43,7 @@ MODELS: dict[str, list[str]] = {"kill": ["llama", "qwen3_5"], "guard-off": ["smo
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", nargs="+", choices=[*MODES, "all"], required=True)
+    parser.add_argument("--mode", nargs="+", choices=[*MODES, "all"], default=["all"], help="default: all of them")
     parser.add_argument("--model", nargs="+", help="of the tiny models; default: what suits the mode, mostly llama")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "results", help="folder of the logs")
     parser.add_argument("--models", type=Path, help="folder of the models; default: the folder `tiny` in --out")

@@ -52,37 +52,41 @@ async def _killed(scene: Scene, kills: int, *, during_resume: bool) -> Findings:
 
 async def _kill_again(server: Server, crew: Crew, kills: int, rng: random.Random, during_resume: bool) -> list[float]:
     times: list[float] = []
-    last = monotonic()
     while len(times) < kills and not _broken(crew):
-        await crew.moved(last)
+        up = await _engine_up(server)
+        await crew.moved(up)
         await asyncio.sleep(rng.uniform(0, 1.5))
-        await crew.moved(last)  # one may have ended meanwhile, and the next one not begun
-        times.append(last := await _end_engine(server, signal.SIGKILL))
+        await crew.moved(up)  # one may have ended meanwhile, and the next one not begun
+        times.append(await _end_engine(server, signal.SIGKILL))
         if during_resume and len(times) < kills:
-            await _next_engine(server, last)
-            # From its first sign of life to a little after it was ready: loading, reading prompts, first tokens.
-            await asyncio.sleep(rng.uniform(0, 0.5) if rng.random() < 0.7 else 0)
-            times.append(last := await _end_engine(server, signal.SIGKILL))
+            if rng.random() < 0.7:  # while it reads prompts or draws first tokens; else while it loads
+                await _engine_up(server)
+                await asyncio.sleep(rng.uniform(0, 0.3))
+            else:
+                await asyncio.sleep(rng.uniform(0.2, 2.0))
+            times.append(await _end_engine(server, signal.SIGKILL))
     return times
 
 
 async def _end_engine(server: Server, sign: signal.Signals) -> float:
-    """When the signal was sent."""
-    pid = await asyncio.to_thread(server.engine_pid)
-    if pid is None:
-        raise harness.Failed("there is no engine to be ended")
+    """When the signal was sent. On return the server knows of the end, unless the engine was only stopped."""
+    while (pid := await asyncio.to_thread(server.engine_pid)) is None:
+        await asyncio.sleep(0.01)
     now = monotonic()
     os.kill(pid, sign)
+    while sign != signal.SIGSTOP and await asyncio.to_thread(server.engine_pid) == pid:
+        await asyncio.sleep(0.01)
     return now
 
 
-async def _next_engine(server: Server, since: float, seconds: float = 120.0) -> None:
-    """Until an engine is ready again, a little less or more."""
-    await asyncio.sleep(0.3)
+async def _engine_up(server: Server, seconds: float = 120.0) -> float:
+    """When an engine was seen to be ready."""
+    began = monotonic()
     while not (await asyncio.to_thread(server.health))["engine"]["up"]:
-        if monotonic() - since > seconds:
-            raise harness.Failed(f"no engine was ready {seconds:.0f} s after the last")
+        if monotonic() - began > seconds:
+            raise harness.Failed(f"no engine was ready after {seconds:.0f} s")
         await asyncio.sleep(0.01)
+    return monotonic()
 
 
 def _broken(crew: Crew) -> bool:
@@ -207,8 +211,7 @@ async def zombies(scene: Scene) -> Findings:
         with Sentinel(server.port) as sentinel:
             async with Crew(server.port, expected) as crew:
                 for sign in signs:
-                    await _next_engine(server, monotonic())
-                    await crew.moved(monotonic())
+                    await crew.moved(await _engine_up(server))
                     await asyncio.sleep(3 * STALL)  # works well for a while, or the next stall's limit would be doubled
                     sent = await _end_engine(server, sign)
                     await _await_death(sentinel, sent)

@@ -144,6 +144,8 @@ async def _watch(client: httpx.AsyncClient, soak: Soak) -> None:
         text = (await client.get("/metrics")).text
         if (sample := read(text)) is not None:
             soak.samples.append(sample | {"tokens": float(soak.tokens)})
+            if len(soak.samples) % 60 == 0:
+                print(f"{soak.tokens:,} tokens with text, {sample['live']:.0f} buffers", file=sys.stderr, flush=True)
 
 
 def read(text: str) -> dict[str, float] | None:

@@ -30,7 +30,7 @@ GROUPS = "groups"
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = ", ".join([row.name for row in ROWS] + [GROUPS])
-    parser.add_argument("--rows", nargs="+", default=[""], help=f"beginnings of names of rows; all: {known}")
+    parser.add_argument("--rows", nargs="+", default=[""], help=f"names of rows, or their beginnings; all: {known}")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that warms up")
     parser.add_argument("--subjects", nargs="+", choices=NAMES, default=NAMES, help="who is measured")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "results", help="folder of the CSV and the table")
@@ -40,13 +40,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def chosen(beginnings: Sequence[str]) -> tuple[list[Row], bool]:
-    """The rows that are asked for, and whether the groups are."""
-    wanted = tuple(beginnings)
-    rows, with_groups = [row for row in ROWS if row.name.startswith(wanted)], GROUPS.startswith(wanted)
-    if not rows and not with_groups:
-        raise SystemExit(f"no row begins with {' or '.join(wanted)}")
-    return rows, with_groups
+def chosen(words: Sequence[str]) -> tuple[list[Row], bool]:
+    """The rows that are asked for by name or by the beginning of their names, and whether the groups are."""
+    names = [row.name for row in ROWS] + [GROUPS]
+    wanted = {name for word in words for name in ([word] if word in names else names) if name.startswith(word)}
+    if not wanted:
+        raise SystemExit(f"no row begins with {' or '.join(words)}")
+    return [row for row in ROWS if row.name in wanted], GROUPS in wanted
 
 
 def measure_groups(plan: Plan, ledger: Ledger) -> list[Verdict]:

@@ -131,7 +131,7 @@ STALL_BARS = [
 def beside(subject: Subject, work: Work) -> Figures:
     """Requests of 32 tokens, one after another, beside a generation of 6,000."""
     total = 240 if work.quick else 6000
-    apart = total // (24 if work.quick else 12)  # the last comes well before the end, also where chunks are few
+    apart = total // 20  # the last comes well before the end, also where chunks are few
     shorts = [Ask(8, work.prompt(32), after=(0, apart * (k + 1))) for k in range(8)]
     streams = subject.run([Ask(total, work.prompt(PROMPT)), *shorts])
     return {"ttft_p50": first_p50(streams[1:]), "ttft_mean": mean(stream.first for stream in streams[1:])}

@@ -17,7 +17,6 @@ from server import messages
 from server.errors import ContextLengthExceeded, ExceedsMemory
 
 GROWTH = 256  # positions by which caches grow
-LARGEST_CHUNK = 2048  # tokens of a prompt that the engine reads at once
 CALM_SECONDS = 10.0  # of calm before a preempted row may come back
 _CLOSED = frozenset({"hold", "rotate"})
 
@@ -44,7 +43,7 @@ class Capacity:
     def peak(self, unread: int) -> int:
         """Bytes that a prefill chunk needs for a while when so many tokens are yet to be read. A part of the largest
         chunk's peak: what a chunk needs grows with its length, or faster."""
-        return self._chunk_peak * min(unread, LARGEST_CHUNK) // LARGEST_CHUNK
+        return self._chunk_peak * min(unread, messages.LARGEST_CHUNK) // messages.LARGEST_CHUNK
 
     def alone(self, length: int) -> int:
         """Bytes that the engine needs with this row as its only one."""

@@ -23,6 +23,7 @@ from server.api import chat, completions, generic_tools, health, models, openapi
 from server.api.access import Access, refusal
 from server.api.security import Keys, Names, read_keys
 from server.api.served import Served
+from server.awake import while_busy
 from server.errors import InvalidValue, MethodNotAllowed, RequestError, UnknownUrl
 from server.locate import locate
 from server.metrics import Metrics
@@ -69,11 +70,14 @@ def lifespan(served: Served) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def alive(app: FastAPI) -> AsyncIterator[None]:
         served.metrics.watch(served.supervisor, served.name)
-        await served.supervisor.start()
+        supervisor = served.supervisor
+        await supervisor.start()
         try:
-            yield
+            # What waits counts too: during an engine's replacement nothing runs and everything waits.
+            async with while_busy(served.settings.keep_awake, lambda: supervisor.running + supervisor.waiting > 0):
+                yield
         finally:
-            await served.supervisor.stop(served.supervisor.clock())
+            await supervisor.stop(supervisor.clock())
             served.worker.shutdown(cancel_futures=True)
 
     return alive

@@ -116,16 +116,21 @@ def settle(caches: Iterable[object]) -> None:
             mx.eval(arrays)
 
 
-def compact(caches: Iterable[object]) -> int:
+def compact(caches: Iterable[object], *, anew: bool = False) -> int:
     """Give every array a buffer of its own, in place, and return the bytes that these buffers really hold.
 
-    A view pins the whole buffer it looks into, so whatever outlives its step goes through here.
+    A view pins the whole buffer it looks into, so whatever outlives its step goes through here. `anew` copies also
+    what isn't a view: a buffer from the pool may be larger than what was asked for.
     """
     layers = list(caches)
     for layer in layers:
-        _rebuild(layer, mx.contiguous, {})
+        _rebuild(layer, _copied if anew else mx.contiguous, {})
         settle([layer])
     return pinned_bytes(cache_arrays(layers))
+
+
+def _copied(array: mx.array) -> mx.array:
+    return mx.concatenate([array[:0], array]) if array.ndim else array
 
 
 def pinned_bytes(arrays: list[mx.array]) -> int:

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import server
+from server import certificate
 from server.errors import StartupError
 from server.settings import ENV_PREFIX, EngineSettings, Limits, Logs, Serving, Settings, load, option
 
@@ -55,6 +56,10 @@ def parser() -> Parser:
         command.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
         for title, part in GROUPS.items():
             _add_settings(command.add_argument_group(title), part)
+    words = "prove that a model's live-buffer count stays flat here, and what it does in mlx-lm"
+    certificate.add_arguments(
+        commands.add_parser("certify", help=words, description=f"{words[0].upper()}{words[1:]}.", allow_abbrev=False)
+    )
     return top
 
 
@@ -91,11 +96,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser().print_help()
         return
     try:
+        if command == "certify":
+            sys.exit(certify(options))
         run(command, load(options, config))
     except StartupError as error:
         sys.exit(_complain(str(error)))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def certify(options: dict[str, Any]) -> int:
+    """The exit code: 1 when the model doesn't pass."""
+    from server.locate import locate
+
+    settings = load(certificate.settings_of(options))
+    return certificate.run(certificate.order(locate(settings).path, options)).returncode
 
 
 def run(command: str, settings: Settings) -> None:

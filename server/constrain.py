@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from server.messages import Sequence
+from server.messages import MAX_GRAMMAR_SIZE, Sequence
 
+# The size is what the server has checked; fuel for a mask stays at the library's own few milliseconds.
+LIMITS = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
 _EOS_FILES = ("generation_config.json", "config.json")
 
 
@@ -87,7 +89,7 @@ class Grammars:
         assert sequence.grammar is not None
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        matcher = LLMatcher(self._tokenizer, sequence.grammar.text, log_level=0)
+        matcher = LLMatcher(self._tokenizer, sequence.grammar.text, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(_first_line(matcher.get_error()))
         ready = Matcher(matcher, self._words, stops=sequence.stop_ids, ends=self._tokenizer.eos_tokens)

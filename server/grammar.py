@@ -17,13 +17,12 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from server.errors import InvalidValue, UnsupportedParameter
-from server.messages import Grammar
+from server.messages import MAX_GRAMMAR_SIZE, Grammar
 
 # One space, or a new line and its indentation: free enough for any style, and no model can fill its answer with it.
 WHITESPACE = r"( |\n[ ]{0,40})"
 OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-# About 2,000 properties; building more takes the engine longer than a second.
-LIMITS = LLParserLimits(max_grammar_size=20_000)
+LIMITS = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE)
 MAX_CALLS = 16
 MAX_LOOKS = 200  # at parts of a schema, in search of the one at fault
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -67,17 +66,24 @@ class Calls:
 
 
 def answer(
-    schema: Any = None, *, param: str = "", calls: Calls | None = None, reasoning: Reasoning | None = None
+    schema: Any = None,
+    *,
+    rule: str = "",
+    param: str = "",
+    calls: Calls | None = None,
+    reasoning: Reasoning | None = None,
 ) -> Grammar:
-    """The grammar of an answer that is JSON of `schema` (None: not allowed), or calls, whichever are given.
+    """The grammar of an answer that is JSON of `schema`, or follows `rule`, or is calls, whichever are given.
 
     Raises InvalidValue that names the place in the request at fault.
     """
     bodies, rules = [], []
     if schema is not None:
         check(schema, param)
+        rule = json_rule(schema)
+    if rule:
         bodies.append("answer")
-        rules.append(f"answer: {json_rule(schema)}")
+        rules.append(f"answer: {rule}")
     if calls is not None:
         bodies.append("calls")
         rules += _call_rules(calls)

@@ -426,6 +426,7 @@ class Loop:
             return
         self._drop(newest.seq)
         mx.clear_cache()
+        self._residency.read_memory()
         self._seam.send(Preempted(self._epoch, newest.seq))
 
 

@@ -38,6 +38,10 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
 
 
+# In llguidance's symbols: about 2,000 properties. Building more takes the engine longer than a second.
+MAX_GRAMMAR_SIZE = 20_000
+
+
 class Grammar(msgspec.Struct, frozen=True):
     """A constraint on the output, already validated by the server."""
 
@@ -60,6 +64,9 @@ class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 # ---------------------------------------------------------------- about the model
+LARGEST_CHUNK = 2048  # tokens of a prompt that are read at once
+
+
 class LayerCost(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of one cache array for one row: `constant + per_position * positions`, positions rounded up to `step`
     and capped at `cap` (0: no cap)."""

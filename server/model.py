@@ -21,12 +21,11 @@ from mlx_lm.utils import load_model
 
 from server.cache_guard import cache_arrays, pinned_bytes
 from server.errors import StartupError
-from server.messages import LayerCost, Probe
+from server.messages import LARGEST_CHUNK, LayerCost, Probe
 
 log = logging.getLogger("marathon.engine")
 
 STEP = 256  # positions by which mlx-lm's caches grow
-LARGEST_CHUNK = 2048  # tokens
 _PROBE_LENGTH = 257  # one more than a growth step: tells arrays that grow from arrays that don't
 _PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one tells more where there is time for it
 _PEAK_SECONDS = 2.0
@@ -111,9 +110,13 @@ def quantization(config: dict[str, Any]) -> str:
 
 # ---------------------------------------------------------------- batching
 def _batching(model: nn.Module) -> tuple[int, str]:
-    """Width of the logits, and whether two rows of different lengths give the same logits together and alone."""
-    longer = _selects_from(model) + 19
-    prompts = [[(7 * i + 3) % 50 + 1 for i in range(longer - 14)], [(5 * i + 2) % 50 + 1 for i in range(longer)]]
+    """Width of the logits, and whether rows of different lengths give the same logits together and alone.
+
+    The shortest has read a single token: windows of the newest tokens aren't full yet.
+    """
+    longest = _selects_from(model) + 19
+    prompts = [[(step * i + 3) % 50 + 1 for i in range(length)]
+               for step, length in ((5, longest), (7, longest - 14), (11, 2))]  # fmt: skip
     read = [_prefilled(model, prompt[:-1]) for prompt in prompts]
     singles = copy.deepcopy(read)  # the arrays are shared until written to
     alone = [_next(model, prompt[-1:], caches)[0] for prompt, caches in zip(prompts, read, strict=True)]

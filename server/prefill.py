@@ -17,8 +17,7 @@ import mlx.core as mx
 
 from server.batching import Model, Row
 from server.cache_guard import Guard, cache_arrays
-from server.messages import TokenLogprobs
-from server.model import LARGEST_CHUNK
+from server.messages import LARGEST_CHUNK, TokenLogprobs
 from server.sampling import top_candidates
 
 CHUNKS = (LARGEST_CHUNK, 1024, 512, 256, 128, 64)

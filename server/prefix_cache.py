@@ -21,6 +21,7 @@ from server.cache_guard import cache_arrays, compact
 from server.messages import Snapshot
 
 WORTH_KEEPING = 32  # shorter prefixes are quicker read than found
+LOOSE = 1.1  # an entry may pin so many times its own bytes
 
 Caches = list[Any]
 
@@ -103,25 +104,22 @@ class PrefixCache:
     # ------------------------------------------------------------ keep
     def insert_copy(self, tokens: list[int], caches: Caches) -> None:
         """Keep a copy of caches that go on being used."""
-        if self._is_worth(tokens):
+        if self._is_worth(tokens) and not self._is_kept(tokens, can_trim(caches)):
             self.insert(tokens, copy.deepcopy(caches))
 
     def insert(self, tokens: list[int], caches: Caches) -> None:
         """Keep caches that hold exactly `tokens`; they belong to the entry from now on."""
-        if not self._is_worth(tokens):
+        trims = can_trim(caches)
+        if not self._is_worth(tokens) or self._is_kept(tokens, trims):
             return
         _cut_spare(caches)
-        entry = _Entry(np.array(tokens, dtype=np.int64), caches, 0, can_trim(caches))
-        if entry.trims and self._stands_in(entry):
-            return
-        entry.pinned = pinned = compact(caches)
+        pinned = _packed(caches)
         if pinned > self._budget:  # it would drive out all others and then itself
             return
-        key = entry.tokens.tobytes()
-        self._drop(key)
-        if entry.trims:
+        entry = _Entry(np.array(tokens, dtype=np.int64), caches, pinned, trims)
+        if trims:
             self._drop_prefixes(entry)
-        self._entries[key] = entry
+        self._entries[entry.tokens.tobytes()] = entry
         self._bytes += pinned
         while self._bytes > self._budget and self._entries:
             self._evict("bytes")
@@ -130,10 +128,14 @@ class PrefixCache:
     def _is_worth(self, tokens: list[int]) -> bool:
         return self.enabled and len(tokens) >= WORTH_KEEPING
 
-    def _stands_in(self, new: _Entry) -> bool:
-        """Whether a kept entry begins with the new one and can be trimmed to it; it is then as good as used."""
+    def _is_kept(self, tokens: list[int], trims: bool) -> bool:
+        """Whether an entry for these tokens is there, or one that can be trimmed to them; it is then as good as used."""
+        wanted = np.array(tokens, dtype=np.int64)
         for key, entry in self._entries.items():
-            if entry.trims and common_prefix(entry.tokens, new.tokens) == len(new.tokens):
+            longer = len(entry.tokens) > len(wanted)
+            if (entry.trims and trims if longer else len(entry.tokens) == len(wanted)) and (
+                common_prefix(entry.tokens, wanted) == len(wanted)
+            ):
                 self._entries.move_to_end(key)
                 return True
         return False
@@ -175,6 +177,17 @@ class PrefixCache:
         self._snapshot.prefix_entries = len(self._entries)
         self._snapshot.kv_cached_bytes = self._bytes
         self._snapshot.kv_cached_tokens = sum(len(entry.tokens) for entry in self._entries.values())
+
+
+def _packed(caches: Caches) -> int:
+    """Compact the caches; the bytes that they then pin."""
+    pinned = compact(caches)
+    if pinned > LOOSE * sum(array.nbytes for array in cache_arrays(caches)):
+        pool = mx.set_cache_limit(0)  # whose buffers may be larger than what was asked for
+        mx.clear_cache()
+        pinned = compact(caches, anew=True)
+        mx.set_cache_limit(pool)
+    return pinned
 
 
 def _cut_spare(caches: Caches) -> None:

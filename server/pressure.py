@@ -18,6 +18,7 @@ from enum import IntEnum, StrEnum
 HYSTERESIS = 0.05  # a level is left this far below the ratio at which it was entered
 RECLAIM_SECONDS = 10.0  # while a level lasts, reclaim is tried again so often
 RETRY_SECONDS = 1.0  # and so often while a reading is above the level, or at the last one
+NOISE = 1.01  # a reading in mid-step may be so much higher than the one before
 ROTATE_READINGS = 2  # settled readings above the last rung before the engine is replaced
 
 
@@ -98,6 +99,10 @@ class Pressure:
         """How long all has been calm; 0 while it isn't."""
         return now - self._calm_since if self.level == Level.CALM else 0.0
 
+    def urgent_bytes(self, limit: float) -> float:
+        """Active bytes from which on no period is waited for."""
+        return self._ladders[BYTES].urgent(limit)
+
     def judge(self, readings: Iterable[Reading], now: float, *, reclaimed: bool = False) -> list[Act]:
         """Acts that are due. `reclaimed`: the readings were taken straight after a reclaim; then none is asked for."""
         ladders = [(self._ladders[reading.resource], reading) for reading in readings]
@@ -115,19 +120,33 @@ class _Ladder:
         self.level = Level.CALM
         self._resource, self._rungs = resource, rungs
         self._asked = -math.inf  # when a reclaim was last asked for
+        self._reason = 0.0  # the reading that asked for it
+        self._harmless = 0.0  # up to such a reading a reclaim has left enough
         self._above = 0  # readings in a row above the last rung, each after a reclaim
 
     def ask(self, reading: Reading, now: float) -> Act | None:
         """Falls at once. A rise, and a level that lasts, asks for a reclaim."""
-        wanted = self._rungs.level(reading.value / reading.limit, self.level)
-        wait = RETRY_SECONDS if wanted > self.level or wanted == Level.ROTATE else RECLAIM_SECONDS
-        if reading.rising and wanted == Level.ROTATE > self.level:
-            wait = 0.0  # a race with the end: the next reading decides
+        ratio = reading.value / reading.limit
+        wanted, is_last = self._rungs.level(ratio, self.level), reading.value >= self.urgent(reading.limit)
+        if self._resource == BYTES and not is_last:
+            wanted = min(wanted, Level.HOLD)
+        wait = self._wait(reading, is_last=is_last, is_rise=wanted > self.level)
         self.level = max(min(wanted, self.level), min(wanted, Level.RECLAIM))
         if wanted == Level.CALM or now - self._asked < wait:
             return None
-        self._asked = now
+        self._asked, self._reason = now, reading.value
         return self._due(Verb.RECLAIM, reading, wanted)
+
+    def urgent(self, limit: float) -> float:
+        """From such a reading on nothing may wait."""
+        return max(self._rungs.rotate * limit, self._harmless)
+
+    def _wait(self, reading: Reading, *, is_last: bool, is_rise: bool) -> float:
+        """Seconds since the last reclaim before the next. Above the last rung it's a race with the end: bytes are
+        given back at once, and a count that rises is read again at once."""
+        if is_last and (self._resource == BYTES or (reading.rising and self.level < Level.ROTATE)):
+            return 0.0
+        return RETRY_SECONDS if is_last or is_rise else RECLAIM_SECONDS
 
     def act(self, reading: Reading) -> Act | None:
         """What is left to do after a reclaim."""
@@ -135,6 +154,7 @@ class _Ladder:
         self._above = self._above + 1 if ratio >= self._rungs.rotate else 0
         self.level = self._rungs.level(ratio, before)
         if self._resource == BYTES:
+            self._harmless = 0.0 if self._above else NOISE * self._reason
             if self._above:
                 return self._due(Verb.PREEMPT, reading, Level.ROTATE)
         elif self.level == Level.ROTATE > before:

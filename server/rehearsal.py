@@ -8,6 +8,7 @@ only the other end of its seam is replaced, by a script that speaks when the lon
 from __future__ import annotations
 
 import gc
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
@@ -26,7 +27,7 @@ from server.model import Loaded
 from server.pressure import Fit, Slope
 from server.residency import Off, Residency, Source
 from server.seam import Pulse, Seam
-from server.settings import Settings, load
+from server.settings import Settings, from_json
 
 EVERY = 40  # steps between two arrivals
 STAY = 44  # tokens of the first short row of an arrival; the others stay longer, so that each leaves alone
@@ -211,14 +212,14 @@ class _Script(Seam):
 
 
 def play(plan: Plan, loaded: Loaded, gauge: Gauge, **values: Any) -> Run:
-    """The plan in Marathon's own loop, with other settings if given.
+    """The plan in Marathon's own loop, with other settings if given; the user's environment has no say.
 
     Prefixes aren't kept, so that all that is held is held by rows, and prefill isn't held up, so that a slow machine
     plays no other run than a quick one.
     """
     run = Run()
     fixed = {"prefix_cache": 0, "live_buffers": "off", "prefill_stall_ms": 60_000}
-    _perform(plan, loaded, gauge, load(fixed | values), run)
+    _perform(plan, loaded, gauge, from_json(json.dumps(fixed | values)), run)
     _drop_garbage()
     return run
 

@@ -135,7 +135,8 @@ class Residency:
         """With the source that the settings ask for. Raises StartupError."""
         residency = cls(open_source(settings), settings, snapshot)
         source = residency.source
-        log.info("live buffers: %s", source.reason or f"{source.name}, limit {source.limit}")
+        level = logging.DEBUG if source.name == "off" else logging.INFO  # /health says why there is none
+        log.log(level, "live buffers: %s", source.reason or f"{source.name}, limit {source.limit}")
         return residency
 
     def tick(self, kv_bytes: Callable[[], int]) -> list[Act]:
@@ -144,7 +145,7 @@ class Residency:
         Returns what is due: hand a `reclaim` back through `reclaim`, do what else there is.
         """
         now = self._clock()
-        if now < self._due:
+        if now < self._due and mx.get_active_memory() < self.pressure.urgent_bytes(self.memory_limit):
             return []
         self._due = now + PERIOD_SECONDS
         self._read(kv_bytes(), now)
@@ -165,7 +166,7 @@ class Residency:
         self._record("clear_pool", reading, threshold)
         self.settle()
         now = self._clock()
-        self._read_memory()
+        self.read_memory()
         return self._judge(now, fresh=True, reclaimed=True)
 
     def settle(self) -> int | None:
@@ -187,11 +188,12 @@ class Residency:
     def _read(self, kv_bytes: int, now: float) -> None:
         snapshot = self._snapshot
         snapshot.kv_bytes, snapshot.live_raw = kv_bytes, self.source.raw()
-        self._read_memory()
+        self.read_memory()
         known = kv_bytes + snapshot.kv_cached_bytes
         self._bytes.add(snapshot.generated_tokens, snapshot.active_bytes - known, now)
 
-    def _read_memory(self) -> None:
+    def read_memory(self) -> None:
+        """What MLX and the system say now; also for the loop, when it has just given some back."""
         snapshot = self._snapshot
         snapshot.active_bytes, snapshot.pool_bytes = mx.get_active_memory(), mx.get_cache_memory()
         snapshot.peak_bytes, snapshot.footprint_bytes = mx.get_peak_memory(), footprint()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,8 @@ from server.errors import ExceedsMemory, GenerationFailed, QueueFull, RequestErr
 from server.link import Link
 from server.live import Cause, Generation, Live
 from server.watch import Departures
+
+RECLAIM_SECONDS = 10.0  # between two wishes of ours that the engine frees what it can
 
 log = logging.getLogger("marathon")
 
@@ -48,6 +51,7 @@ class Roster:
         self._feeding = False
         self._snapshot = messages.Snapshot()
         self._calm_since = 0.0
+        self._reclaimed = -math.inf
 
     @property
     def waiting(self) -> int:
@@ -154,7 +158,7 @@ class Roster:
     def feed(self, link: Link, capacity: Capacity) -> None:
         """This engine is ready for work."""
         self._link, self._capacity, self._feeding = link, capacity, True
-        self._snapshot, self._calm_since = messages.Snapshot(), self.clock()
+        self._snapshot, self._calm_since, self._reclaimed = messages.Snapshot(), self.clock(), -math.inf
         self.pump()
 
     def hold(self) -> None:
@@ -166,9 +170,16 @@ class Roster:
         if snapshot.pressure != "calm" or self._snapshot.pressure != "calm":
             self._calm_since = self.clock()
         self._snapshot = snapshot
-        if self._queue and snapshot.pressure in ("hold", "rotate") and self._feeding and self._link is not None:
-            self._link.send(messages.Reclaim(self._link.epoch))
+        if self._queue and snapshot.pressure in ("hold", "rotate"):
+            self._ask_to_reclaim()
         self.pump()
+
+    def _ask_to_reclaim(self) -> None:
+        """Somebody waits for room: the engine should look whether it can make some. It costs it its idle prefixes."""
+        now = self.clock()
+        if self._feeding and self._link is not None and now - self._reclaimed >= RECLAIM_SECONDS:
+            self._reclaimed = now
+            self._link.send(messages.Reclaim(self._link.epoch))
 
     def pump(self) -> None:
         """Submits whatever may start now. The only place where a sequence enters an engine."""

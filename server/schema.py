@@ -110,6 +110,12 @@ Arguments = Annotated[
 ]
 
 
+SchemaOrText = Annotated[
+    Annotated[str, Tag("#string")] | Annotated[dict[str, Any], Tag("#object")],
+    _by(_string_or_object, "a JSON schema as an object or as text"),
+]
+
+
 class CalledFunction(Wire):
     """Which function an earlier answer called."""
 
@@ -214,12 +220,31 @@ class ResponseFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="kind of format", examples=["json_object"])
     json_schema: JsonSchema | None = Field(None, description="required for `json_schema`")
+    schema_: dict[str, Any] | bool | None = Field(
+        None, alias="schema", description="for `json_object`: a JSON schema (llama.cpp's form)"
+    )
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
+
+
+class StructuredOutputs(Wire):
+    """What the answer must look like, in vLLM's form; one of these."""
+
+    json_: SchemaOrText | None = Field(None, alias="json", description="JSON schema, as an object or as text")
+    json_object: bool | None = Field(None, description="any JSON object")
+    regex: str | None = Field(None, description="regular expression", examples=["[0-9]{4}"])
+    choice: Choices | None = Field(None, description="the answer is one of these", examples=[["yes", "no"]])
+    grammar: str | None = Field(None, description="grammar in GBNF or Lark")
 
 
 class StreamOptions(Wire):
     """What a stream tells besides its text."""
 
     include_usage: bool | None = Field(None, description="one last chunk carries the usage", examples=[True])
+    continuous_usage_stats: bool | None = Field(
+        None, description="with `include_usage`: every chunk says the usage so far"
+    )
     include_obfuscation: bool | None = Field(None, description=IGNORED)
 
 
@@ -270,6 +295,22 @@ class Generation(Wire):
     n: int | None = Field(None, ge=1, le=128, description="number of answers, each with its own draws", examples=[1])
     stream: bool | None = Field(None, description="send the answer as server-sent events", examples=[False])
     stream_options: StreamOptions | None = Field(None, description="only with `stream: true`")
+    structured_outputs: StructuredOutputs | None = Field(None, description="form of the answer, as vLLM has it")
+    guided_json: SchemaOrText | None = Field(None, description="older name of `structured_outputs.json`")
+    guided_regex: str | None = Field(None, description="older name of `structured_outputs.regex`")
+    guided_choice: Choices | None = Field(None, description="older name of `structured_outputs.choice`")
+    guided_grammar: str | None = Field(None, description="older name of `structured_outputs.grammar`")
+    json_schema: SchemaOrText | None = Field(None, description="JSON schema of the answer, as llama.cpp has it")
+    grammar: str | None = Field(None, description="grammar of the answer in GBNF or Lark, as llama.cpp has it")
+    return_token_ids: bool | None = Field(
+        None, description="the answer says the ids of prompt and answer", examples=[True]
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="log probabilities of the prompt, with so many alternatives a token",
+    )
     user: Any = Field(None, description=IGNORED)
 
 
@@ -300,6 +341,12 @@ class ChatRequest(Generation):
     )
     continue_final_message: bool | None = Field(
         None, description="go on with the last message instead of beginning a new one", examples=[False]
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="begin a new answer; absent: unless `continue_final_message`", examples=[True]
+    )
+    echo: bool | None = Field(
+        None, description="the answer begins with the last message, if that is the assistant's", examples=[False]
     )
     modalities: list[str] | None = Field(None, description="only `text`", examples=[["text"]])
     audio: Any = Field(None, description="refused: text only")
@@ -344,6 +391,8 @@ class TokenizeRequest(Wire):
     messages: list[Message] | None = Field(None, min_length=1, description="conversation to render and tokenize")
     tools: list[Tool] | None = Field(None, description="tools, for the template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
+    continue_final_message: bool | None = Field(None, description="as in a chat")
+    add_generation_prompt: bool | None = Field(None, description="as in a chat")
     add_special_tokens: bool | None = Field(None, description="with the model's begin token; absent: true")
     return_token_strs: bool | None = Field(None, description="say the text of each token")
 

@@ -9,6 +9,7 @@ in all three places.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -138,8 +139,11 @@ class Settings(Serving, Limits, EngineSettings, Logs, BaseSettings):
 
 
 def is_loopback(host: str) -> bool:
-    """True for addresses that no other machine can reach."""
-    return host in {"localhost", "::1"} or host.startswith("127.")
+    """True for addresses that no other machine can reach. `127.evil.example` is a name, whatever it begins with."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def option(name: str) -> str:

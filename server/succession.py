@@ -151,7 +151,9 @@ class Succession:
         """What its end means for the next start: seconds to wait."""
         if link.garbage is not None:
             end = f"sent what is no message ({link.garbage}) and {end}"
-        if self.ending == "stop" or self.load_failed is not None:
+        if self.load_failed is not None:  # that is said in one line, by whoever ends the server
+            return 0
+        if self.ending == "stop":
             log.info("engine %d %s", link.pid, end)
             return 0
         if not was_ready:

@@ -77,12 +77,13 @@ class ChatTemplate:
         kwargs: Mapping[str, Any],
         effort: str | None,
         continuing: bool,
+        begins: bool,
     ) -> Rendered:
         """Raises InvalidValue with the template's own words when it refuses."""
         said = [self._said(message) for message in _named(messages)]
         given = self._shield.hide_all(tools) if tools else None
         extra = self._switches(effort) | self._checked(kwargs)
-        mode = {"add_generation_prompt": not continuing, "continue_final_message": continuing}
+        mode = {"add_generation_prompt": begins, "continue_final_message": continuing}
 
         def attempt(form: Form, history: list[Message] = said) -> str:
             if self._render is None:

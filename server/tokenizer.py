@@ -127,12 +127,14 @@ class Tokenizer:
         kwargs: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
         continue_final_message: bool = False,
+        begin_answer: bool = True,
     ) -> ChatPrompt:
-        """The prompt for the next answer, or for going on with the last message.
+        """The prompt for the next answer, or for going on with the last message; without `begin_answer` for neither.
 
         Raises InvalidValue when the model has no template, or with the template's words when it refuses.
         """
-        made = self._template.render(messages, tools, kwargs or {}, reasoning_effort, continue_final_message)
+        begins = begin_answer and not continue_final_message
+        made = self._template.render(messages, tools, kwargs or {}, reasoning_effort, continue_final_message, begins)
         ids, counts = self._encoder.encode_marked(made.text, made.places)
         marks = sorted({*(count for count in counts if count >= _WORTH_A_MARK), len(ids)})
         return ChatPrompt(ids, marks, made.reasoning)

@@ -133,7 +133,7 @@ async def test_logprobs_are_parallel_lists_whose_tokens_join_to_the_text() -> No
 
 def test_the_drawn_token_is_always_among_the_alternatives() -> None:
     token, other = ABC[0], ABC[1]
-    lists = Lists(tokenizer())
+    lists = Lists(tokenizer(), 5)
     scored = [Scored(token, TokenLogprobs(-5.0, [(other, -0.1)])), Scored(token, TokenLogprobs(float("-inf"), []))]
     made = lists.answer(scored)
     assert made["top_logprobs"][0] == {tokenizer().spell(other)[0]: -0.1, tokenizer().spell(token)[0]: -5.0}
@@ -141,7 +141,7 @@ def test_the_drawn_token_is_always_among_the_alternatives() -> None:
 
 
 def test_a_scored_prompt_knows_nothing_of_its_first_token() -> None:
-    made = Lists(tokenizer()).prompt(ABC, [TokenLogprobs(-1.0, [(5, -0.5)])] * (len(ABC) - 1))
+    made = Lists(tokenizer(), 5).prompt(ABC, [TokenLogprobs(-1.0, [(5, -0.5)])] * (len(ABC) - 1))
     assert (made["token_logprobs"][0], made["top_logprobs"][0]) == (None, None)
     assert made["token_logprobs"][1:] == [-1.0] * (len(ABC) - 1)
     assert "".join(made["tokens"]) == "a b c"

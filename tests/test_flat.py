@@ -1,7 +1,5 @@
 """The live-buffer count stays flat in the engine's loop, and mlx-lm's own loop still leaks as it did."""
 
-import copy
-import os
 import socket
 import subprocess
 import sys
@@ -13,12 +11,12 @@ import msgspec
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from loadtests import flat
+from loadtests import flat, soak
 from server import messages, model
 from server.allocator import Unavailable
 from server.messages import Finding, Sampling, Sequence
 from server.native import open_count
-from server.rehearsal import Gauge, Plan, Run, caches_in_words, play, play_mlx_lm
+from server.rehearsal import Gauge, Plan, Reading, Run, caches_in_words, play, play_mlx_lm
 from server.settings import load
 
 FAMILIES = ["llama", "qwen3_5", "smollm3", "nemotron_h"]
@@ -141,28 +139,24 @@ def clocked(loaded):
 
 
 def test_an_array_hidden_from_state_stays_flat_with_the_guard(source, clocked):
-    run = play(Plan(STEPS), clocked, Gauge(source), census_steps=64)
+    run = play(Plan(STEPS, rows=2), clocked, Gauge(source), census_steps=64)
     assert run.fit().slope == FLAT
     assert run.snapshot.findings == []
 
 
 def test_without_the_guard_it_is_named_within_one_census_and_counted(source, clocked):
-    run = play(Plan(STEPS), clocked, Gauge(source), guard=False, census_steps=64)
+    run = play(Plan(STEPS, rows=2), clocked, Gauge(source), guard=False, census_steps=64)
     assert run.fit().slope == pytest.approx(1, rel=0.05)
     assert {(f.layer, f.cache, f.field) for f in run.snapshot.findings} == {(2, "Clocked", "clock")}
-    assert run.snapshot.leaks == {"Clocked.clock": run.snapshot.steps // 64}
+    assert run.snapshot.leaks == {"Clocked.clock": STEPS // 64}
 
 
 # ---------------------------------------------------------------- the arithmetic of a run
 def test_a_run_knows_its_slope_its_baseline_and_when_it_reached_a_count():
     run = Run()
-    gauge = Gauge.__new__(Gauge)  # readings made by hand
-    del gauge
-    from server.rehearsal import Reading
-
     run.readings = [Reading(step, 100 + 3 * step, 7 * step) for step in range(15, 400, 40)]
     assert run.fit().slope == pytest.approx(3)
-    assert run.fit(200).slope == pytest.approx(3)
+    assert run.fit(320).slope == pytest.approx(3)
     assert run.fit_bytes().slope == pytest.approx(7)
     assert run.baseline() == pytest.approx(100)
     assert run.reached(700) == pytest.approx(200)
@@ -172,9 +166,9 @@ def test_a_run_knows_its_slope_its_baseline_and_when_it_reached_a_count():
 def test_what_grew_is_what_counts():
     run = Run()
     early = [Finding(0, "A", "x", 3), Finding(1, "A", "y", 3)]
-    run.readings = [None, None]
-    Gauge._compare(run, copy.copy(early))
-    run.readings = [None] * 4
+    run.readings = [Reading(15, 0, 0)] * 2
+    Gauge._compare(run, early)
+    run.readings = [Reading(15, 0, 0)] * 4
     Gauge._compare(run, [Finding(0, "A", "x", 3), Finding(1, "A", "y", 9), Finding(2, "A", "z", 1)])
     assert [(f.layer, f.field) for f in run.growing] == [(1, "y"), (2, "z")]
 
@@ -243,4 +237,79 @@ def foretold(engine):
         if snapshot is not None and snapshot.buffers_per_token is not None and snapshot.generated_tokens >= 1000:
             return snapshot
         assert time.monotonic() < deadline, "no slope in time"
-    raise AssertionError(f"the engine ended: {os.strerror(0)}")
+    raise AssertionError("the engine ended")
+
+
+# ---------------------------------------------------------------- how the long runs are judged
+def a_run(slope, growing=(), failed=""):
+    readings = [Reading(step, round(100 + slope * step), 0) for step in range(15, 2000, 40)]
+    return Run(readings=readings, growing=list(growing), failed=failed)
+
+
+@pytest.mark.parametrize(
+    ("family", "arm", "slope", "passes"),
+    [
+        ("smollm3", "guard", 0, True),
+        ("smollm3", "guard", 0.02, False),
+        ("smollm3", "guard", -0.02, False),
+        ("smollm3", "mlx_lm", 2.25, True),
+        ("smollm3", "mlx_lm", 2.1, False),
+        ("smollm3", "mlx_lm", 0, False),
+        ("smollm3", "off", 2.15, True),
+        ("smollm3", "off", 0, False),
+        ("llama", "mlx_lm", 0, True),
+        ("llama", "mlx_lm", 0.1, False),
+        ("llama", "off", 0, True),
+        ("rwkv7", "mlx_lm", 0.4, True),
+        ("rwkv7", "mlx_lm", 0.3, False),
+    ],
+)
+def test_a_run_passes_only_with_the_rate_that_is_expected_of_it(family, arm, slope, passes):
+    assert flat.judge(family, arm, a_run(slope), alone=False).passed is passes
+
+
+def test_a_run_that_broke_off_passes_only_where_mlx_lm_can_not_batch():
+    broken = a_run(0, failed="no merge")
+    assert flat.judge("llama4", "mlx_lm", broken, alone=True).passed
+    assert not flat.judge("llama", "mlx_lm", broken, alone=False).passed
+    assert not flat.judge("llama4", "guard", broken, alone=True).passed
+
+
+def test_what_can_not_leak_is_said_to_be_flat_by_construction():
+    assert flat.judge("llama", "off", a_run(0), alone=False).note == "flat by construction"
+    assert flat.judge("nemotron_h", "off", a_run(2), alone=False).note == "rises"
+    assert "alone" in flat.judge("minimax_m3_vl", "off", a_run(0), alone=True).note
+
+
+def test_too_few_readings_prove_nothing():
+    short = Run(readings=a_run(0).readings[:20])
+    assert not flat.judge("llama", "guard", short, alone=False).passed
+
+
+METRICS = """\
+# TYPE marathon_live_buffers gauge
+marathon_live_buffers{reading="raw"} 130.0
+marathon_live_buffers{reading="settled"} 120.0
+marathon_mlx_active_memory_bytes 5000.0
+marathon_kv_bytes{state="active"} 700.0
+marathon_kv_bytes{state="cached"} 300.0
+marathon_pending_cache_arrays 0.0
+"""
+
+
+def test_a_soak_reads_what_it_needs_and_waits_for_the_first_count():
+    assert soak.read(METRICS) == {"live": 120, "active": 5000, "kv": 1000, "pending": 0}
+    assert soak.read("marathon_mlx_active_memory_bytes 5000.0\n") is None
+
+
+@pytest.mark.parametrize(
+    ("live", "active", "usage", "passes"),
+    [(0, 1.0, 3000, True), (0.02, 1.0, 3000, False), (0, 1.1, 3000, False), (0, 1.0, 2999, False)],
+)
+def test_a_soak_passes_only_if_count_memory_and_length_are_right(live, active, usage, passes):
+    found = soak.Soak(tokens=3000, usage=usage)
+    found.samples = [
+        {"tokens": t, "live": 100 + live * t, "kv": 512.0 * t, "active": 9e6 + active * 512 * t}
+        for t in range(0, 3000, 60)
+    ]
+    assert soak.judge("llama", found, 3000)[1] is passes

@@ -490,12 +490,13 @@ def test_every_subject_gets_the_same_prompts_and_a_load_of_256_tokens_a_stream()
     assert Work(random.Random(5)).prompt(9) == Work(random.Random(5)).prompt(9)
 
 
-def test_rows_are_chosen_by_the_beginnings_of_their_names() -> None:
+def test_rows_are_chosen_by_name_or_by_its_beginning() -> None:
     names = [row.name for row in speed_rows.ROWS]
     assert len(set(names)) == len(names)
     rows, groups = speed.chosen(["greedy", "groups"])
     assert [row.name for row in rows] == ["greedy-1", "greedy-4", "greedy-16", "greedy-32"]
     assert groups
     assert len(speed.chosen([""])[0]) == len(names)
+    assert [row.name for row in speed.chosen(["greedy-1", "turns-q"])[0]] == ["greedy-1", "turns-qwen3_5"]
     with pytest.raises(SystemExit, match="no row begins with nonsense"):
         speed.chosen(["nonsense"])

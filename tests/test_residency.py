@@ -237,6 +237,25 @@ def test_bytes_preempt_as_long_as_they_are_short_after_a_reclaim():
     assert not pressure.admits
 
 
+def test_bytes_above_the_last_rung_dont_wait_but_below_it_the_level_lasts_in_peace():
+    pressure = Pressure(0)
+    for now in (1, 1.01, 1.02):
+        assert names(pressure.judge(memory(0.97), now)) == [Verb.RECLAIM]
+        assert names(pressure.judge(memory(0.97), now, reclaimed=True)) == [Verb.PREEMPT]
+    asked = [now for now in range(2, 33) if pressure.judge(memory(0.92), now)]
+    assert asked == [12, 22, 32]
+    assert pressure.level == Level.HOLD
+
+
+def test_a_reading_that_a_reclaim_showed_to_be_harmless_is_no_hurry_until_it_rises():
+    pressure = Pressure(0)
+    pressure.judge(memory(0.955), 1)
+    pressure.judge(memory(0.945), 1, reclaimed=True)
+    assert [now for now in range(2, 20) if pressure.judge(memory(0.956), now)] == [11]
+    assert names(pressure.judge(memory(0.97), 20)) == [Verb.RECLAIM]
+    assert names(pressure.judge(memory(0.96), 20, reclaimed=True)) == [Verb.PREEMPT]
+
+
 def test_one_reclaim_serves_both_resources():
     pressure = Pressure(0)
     readings = buffers(0.88) + memory(0.92)

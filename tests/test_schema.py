@@ -163,7 +163,8 @@ def test_every_field_says_what_it_does(model: type[BaseModel]) -> None:
         ({"tools": [{"type": "custom"}]}, UnsupportedParameter, "tools[0]"),
         ({"tools": [{"type": "function"}]}, InvalidValue, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, InvalidValue, "tools[1]"),
-        ({"response_format": {"type": "json_schema"}}, InvalidValue, "response_format.json_schema"),
+        ({"stream": True, "prompt_logprobs": 1}, UnsupportedParameter, "prompt_logprobs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, InvalidValue, "add_generation_prompt"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             UnsupportedParameter,
@@ -198,10 +199,9 @@ def test_neutral_values_are_accepted(fields: dict[str, Any]) -> None:
     policy.check_chat(chat(**fields), settings())
 
 
-def test_a_schema_beyond_the_limit_is_refused() -> None:
-    large = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 100]}}}
-    with pytest.raises(InvalidValue, match="at most 80"):
-        policy.check_chat(chat(response_format=large), settings(max_schema_bytes=80))
+def test_every_wrong_key_of_a_bias_is_named() -> None:
+    with pytest.raises(InvalidValue, match="'bad1', 'bad2'"):
+        policy.check_chat(chat(logit_bias={"bad1": 1, "bad2": 1, "3": 1}), settings())
 
 
 @pytest.mark.parametrize(

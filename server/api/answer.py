@@ -30,6 +30,7 @@ class Choice:
 
     Attributes:
         scored: tokens with log probabilities that no chunk has shown yet.
+        ids: tokens that no chunk has told yet, where ids are asked for; without the one that ended the answer.
         begun: something of it was told.
     """
 
@@ -40,6 +41,8 @@ class Choice:
     cached: int = 0
     begun: bool = False
     scored: list[Scored] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    keeps_ids: bool = False
     prompt_logprobs: list[TokenLogprobs] | None = None
     answer: Answer = field(default_factory=Answer)
 
@@ -51,6 +54,9 @@ class Choice:
         pieces = self.text.feed(delta.tokens)
         if delta.logprobs:
             self._score(delta, self.text.tokens - before)
+        if self.keeps_ids:
+            stops = self.sequence.stop_ids if delta.finish == "stop" else ()
+            self.ids += [token for token in delta.tokens[: self.text.tokens - before] if token not in stops]
         if delta.finish is not None or self.text.stopped:
             pieces = joined(pieces, self.text.finish())
             ended = "stop" if self.text.stopped else delta.finish
@@ -61,6 +67,10 @@ class Choice:
         stops = self.sequence.stop_ids if delta.finish == "stop" else ()
         pairs = zip(delta.tokens[:used], delta.logprobs[:used], strict=True)
         self.scored += [Scored(token, logprobs) for token, logprobs in pairs if token not in stops]
+
+    def take_ids(self) -> list[int]:
+        ids, self.ids = self.ids, []
+        return ids
 
     def take_scored(self) -> list[Scored]:
         scored, self.scored = self.scored, []
@@ -80,9 +90,12 @@ def joined(first: list[Piece], second: list[Piece]) -> list[Piece]:
 class Reply:
     """All choices of one request, and the `Live` that brings their news."""
 
-    def __init__(self, live: Live, texts: Sequence[TextState], keepalive: float) -> None:
+    def __init__(self, live: Live, texts: Sequence[TextState], keepalive: float, *, keeps_ids: bool = False) -> None:
         self.live = live
-        self.choices = [Choice(i, s, text) for i, (s, text) in enumerate(zip(live.sequences, texts, strict=True))]
+        self.choices = [
+            Choice(i, sequence, text, keeps_ids=keeps_ids)
+            for i, (sequence, text) in enumerate(zip(live.sequences, texts, strict=True))
+        ]
         self._keepalive = keepalive
 
     async def news(self) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:

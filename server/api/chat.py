@@ -13,9 +13,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api import body, generic_tools, policy, tools
+from server.api import body, forms, generic_tools, policy, tools
 from server.api.access import record_of
 from server.api.chat_form import ChatForm
+from server.api.extras import Extras
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.respond import Prepared, respond
@@ -53,7 +54,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     request = body.validate(ChatRequest, content)
     served.check_model(request.model)
     policy.check_chat(request, served.settings)
-    tokenizer, wish = served.tokenizer, tools.read(request)
+    tokenizer, wish, form = served.tokenizer, tools.read(request), forms.read(request, served.settings)
     prompt = render(tokenizer, request, wish)
     made = sequences(
         request,
@@ -62,7 +63,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
         bounds=bounds,
         max_tokens=request.max_completion_tokens or request.max_tokens or served.settings.default_max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
-        grammar=tools.constraint(request, wish, prompt, tokenizer),
+        grammar=tools.constraint(form, wish, prompt, tokenizer),
         marks=prompt.marks,
     )
     texts = [_text(request, wish, prompt, tokenizer, made[0].stop_ids) for _ in made]
@@ -81,6 +82,7 @@ def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish) -> Chat
         kwargs=request.chat_template_kwargs,
         reasoning_effort=effort,
         continue_final_message=bool(request.continue_final_message),
+        begin_answer=request.add_generation_prompt is not False,
     )
 
 
@@ -102,17 +104,23 @@ def _text(
         stop_ids=stop_ids,
         tools=wish.for_template,
         reasoning=prompt.reasoning,
+        continues=bool(request.continue_final_message),
     )
 
 
 def _form(request: ChatRequest, wish: tools.Wish, served: Served) -> ChatForm:
-    options = request.stream_options
-    return ChatForm(
-        "chatcmpl-" + secrets.token_hex(12),
-        int(time.time()),
-        served.name,
-        served.tokenizer,
-        logprobs=bool(request.logprobs),
-        include_usage=bool(options and options.include_usage),
-        only_calls=wish.forced,
-    )
+    head = {
+        "id": "chatcmpl-" + secrets.token_hex(12),
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": served.name,
+        "system_fingerprint": served.build,
+    }
+    top = (request.top_logprobs or 0) if request.logprobs else None
+    return ChatForm(head, served.tokenizer, Extras.of(request, top), only_calls=wish.forced, echo=_echo(request))
+
+
+def _echo(request: ChatRequest) -> str:
+    """What the answer begins with."""
+    last = request.messages[-1]
+    return str(message_dict(last)["content"]) if request.echo and last.role == "assistant" else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.api.answer import Choice
+from server.api.extras import Extras, usage_so_far
 from server.api.logprobs import entries
 from server.api.sse import encode, event
 from server.text import Content, Piece, Reasoning
@@ -19,26 +20,19 @@ ROLE = b'{"role":"assistant","content":null}'
 
 
 class ChatForm:
-    """Form of one request's answer. `only_calls`: a call is forced, so text can only be the stump of a cut tag."""
+    """Form of one request's answer. `only_calls`: a call is forced, so text can only be the stump of a cut tag.
+    `head`: what is the same in every chunk. `echo`: what each choice begins with."""
 
     def __init__(
-        self,
-        id: str,
-        created: int,
-        model: str,
-        tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        include_usage: bool,
-        only_calls: bool,
+        self, head: dict[str, Any], tokenizer: Tokenizer, extras: Extras, *, only_calls: bool, echo: str
     ) -> None:
-        self._head = {"id": id, "object": "chat.completion.chunk", "created": created, "model": model}
+        self._head = head
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._include_usage = include_usage
+        self._extras = extras
         self._only_calls = only_calls
+        self._echo = echo
         self._before_index = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
-        self._after_choice = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._after_choice = b'}],"usage":null}\n\n' if extras.usage else b"}]}\n\n"
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         """The role comes with the first news; the reason for the end with the last piece."""
@@ -49,14 +43,17 @@ class ChatForm:
         data = b""
         if not choice.begun:
             choice.begun = True
-            data = self._chunk(choice, ROLE, None, b"null")
+            data = self._chunk(choice, ROLE, None, b"null", begins=True)
+            data += self._chunk(choice, delta_of(Content(self._echo)), None, b"null") if self._echo else b""
         deltas = [delta_of(piece) for piece in pieces] or ([b"{}"] if choice.finish else [])
         for number, delta in enumerate(deltas, 1):
             finish = choice.finish if number == len(deltas) else None
             data += self._chunk(choice, delta, finish, self._scores(choice))
         return data
 
-    def _chunk(self, choice: Choice, delta: bytes, finish: str | None, logprobs: bytes) -> bytes:
+    def _chunk(
+        self, choice: Choice, delta: bytes, finish: str | None, logprobs: bytes, *, begins: bool = False
+    ) -> bytes:
         reason = b'"%b"' % finish.encode() if finish else b"null"
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
             self._before_index,
@@ -64,30 +61,56 @@ class ChatForm:
             delta,
             logprobs,
             reason,
-            self._after_choice,
+            self._rest(choice, begins) if self._extras.token_ids or self._extras.each_usage else self._after_choice,
         )
 
+    def _rest(self, choice: Choice, begins: bool) -> bytes:
+        """The end of a chunk that tells more than its delta; the first one tells of the prompt."""
+        inside = b"" if begins else _members(self._extras.ids(choice))
+        outside = _members(self._extras.prompt_ids(choice)) if begins else b""
+        if self._extras.each_usage:
+            outside += _members({"usage": usage_so_far(choice, 0 if begins else choice.text.tokens)})
+        elif self._extras.usage:
+            outside += b',"usage":null'
+        return inside + b"}]" + outside + b"}\n\n"
+
     def _scores(self, choice: Choice) -> bytes:
-        if not self._logprobs or not choice.scored:
+        if self._extras.top_logprobs is None or not choice.scored:
             return b"null"
-        return encode(entries(self._tokenizer, choice.take_scored()))
+        return encode(entries(self._tokenizer, choice.take_scored(), self._extras.top_logprobs))
 
     def last(self, usage: dict[str, Any]) -> bytes:
-        return event(self._head | {"choices": [], "usage": usage}) if self._include_usage else b""
+        return event(self._head | {"choices": [], "usage": usage}) if self._extras.usage else b""
 
     # ---------------------------------------------------------------- plain
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         made = [self._choice(choice) for choice in choices]
-        return self._head | {"object": "chat.completion", "choices": made, "usage": usage}
+        prompt = {
+            "prompt_logprobs": self._extras.prompt_scores(choices[0], self._tokenizer),
+            "prompt_token_ids": None,
+            **self._extras.prompt_ids(choices[0]),
+        }
+        return self._head | {"object": "chat.completion", "choices": made, "usage": usage} | prompt
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        scores = entries(self._tokenizer, choice.take_scored()) if self._logprobs else None
+        top, message = self._extras.top_logprobs, message_of(choice)
+        if self._only_calls:
+            message["content"] = None
+        elif self._echo:
+            message["content"] = self._echo + (message["content"] or "")
         return {
             "index": choice.index,
-            "message": message_of(choice) | ({"content": None} if self._only_calls else {}),
-            "logprobs": scores,
+            "message": message,
+            "logprobs": entries(self._tokenizer, choice.take_scored(), top) if top is not None else None,
             "finish_reason": choice.finish,
+            "token_ids": None,
+            **self._extras.ids(choice),
         }
+
+
+def _members(fields: dict[str, Any]) -> bytes:
+    """Further members of a JSON object."""
+    return b"," + encode(fields)[1:-1] if fields else b""
 
 
 def delta_of(piece: Piece) -> bytes:

@@ -14,9 +14,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api import body, policy
+from server import grammar
+from server.api import body, forms, policy
 from server.api.access import record_of
 from server.api.answer import Choice
+from server.api.extras import Extras, usage_so_far
 from server.api.logprobs import Lists, merged
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
@@ -26,6 +28,7 @@ from server.api.served import Served
 from server.api.shapes import TextCompletion
 from server.api.sse import event
 from server.errors import InvalidValue
+from server.messages import Grammar
 from server.schema import CompletionRequest, Prompt
 from server.text import Content, Piece, TextState
 from server.tokenizer import Tokenizer
@@ -67,11 +70,17 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
         max_tokens=COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=-1 if request.logprobs is None else request.logprobs,
         prompt_logprobs=bool(request.echo) and request.logprobs is not None,
+        grammar=_constraint(request, served),
     )
     stops = [stop for stop in request.stop or [] if stop]
     texts = [TextState(served.tokenizer, stops=stops, stop_ids=made[0].stop_ids, chat=False) for _ in made]
     form = _form(request, served, [_spelled(p, served.tokenizer) for p in given for _ in range(request.n or 1)])
     return Prepared(request, made, texts, form, sorted(request.model_extra or {}))
+
+
+def _constraint(request: CompletionRequest, served: Served) -> Grammar | None:
+    form = forms.read(request, served.settings)
+    return None if form is None else grammar.answer(form.schema, rule=form.rule, param=form.param)
 
 
 def split(prompt: Prompt) -> list[str | list[int]]:
@@ -83,8 +92,12 @@ def split(prompt: Prompt) -> list[str | list[int]]:
 
 
 def tokenised(prompt: str | list[int], tokenizer: Tokenizer, bounds: Bounds) -> list[int]:
-    """Ids; text gets the model's begin token, ids are taken as they are."""
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    """Ids; text gets the model's begin token, ids are taken as they are.
+
+    Whoever writes a bare prompt writes all of it: what spells a control token is one, as templates rendered by the
+    client need it. In chat messages it stays text.
+    """
+    ids = tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
     bounds.check_ids(ids, "prompt")
     if not ids:
         raise InvalidValue("prompt: an empty text gives this model nothing to begin with", param="prompt")
@@ -96,20 +109,15 @@ def _spelled(prompt: str | list[int], tokenizer: Tokenizer) -> str:
 
 
 def _form(request: CompletionRequest, served: Served, prompts: list[str]) -> CompletionForm:
-    options = request.stream_options
     head = {
         "id": "cmpl-" + secrets.token_hex(12),
         "object": "text_completion",
         "created": int(time.time()),
         "model": served.name,
+        "system_fingerprint": served.build,
     }
-    return CompletionForm(
-        head,
-        served.tokenizer,
-        echo=prompts if request.echo else None,
-        logprobs=request.logprobs is not None,
-        include_usage=bool(options and options.include_usage),
-    )
+    extras = Extras.of(request, request.logprobs)
+    return CompletionForm(head, served.tokenizer, extras, prompts if request.echo else None)
 
 
 @dataclass(slots=True)
@@ -122,9 +130,8 @@ class CompletionForm:
 
     head: dict[str, Any]
     tokenizer: Tokenizer
+    extras: Extras
     echo: list[str] | None
-    logprobs: bool
-    include_usage: bool
     lists: dict[int, Lists] = field(default_factory=dict)
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
@@ -132,27 +139,32 @@ class CompletionForm:
         begins = not choice.begun and bool(choice.text.tokens)
         if not (text or choice.finish or (begins and self.echo)):
             return b""
-        return self._line(self._choice(choice, text))
-
-    def _line(self, choice: dict[str, Any]) -> bytes:
-        return event(self.head | {"choices": [choice]} | ({"usage": None} if self.include_usage else {}))
+        prompt = {} if choice.begun else self.extras.prompt_ids(choice)
+        usage = usage_so_far(choice, choice.text.tokens) if self.extras.each_usage else None
+        made = self._choice(choice, text) | prompt | self.extras.ids(choice)
+        return event(self.head | {"choices": [made]} | ({"usage": usage} if self.extras.usage else {}))
 
     def last(self, usage: dict[str, Any]) -> bytes:
-        return event(self.head | {"choices": [], "usage": usage}) if self.include_usage else b""
+        return event(self.head | {"choices": [], "usage": usage}) if self.extras.usage else b""
 
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        made = [self._choice(choice, choice.answer.content) for choice in choices]
+        made = [self._choice(choice, choice.answer.content) | self._more(choice) for choice in choices]
         return self.head | {"choices": made, "usage": usage}
 
+    def _more(self, choice: Choice) -> dict[str, Any]:
+        scores = self.extras.prompt_scores(choice, self.tokenizer)
+        nothing = {"prompt_logprobs": scores, "prompt_token_ids": None, "token_ids": None}
+        return nothing | self.extras.prompt_ids(choice) | self.extras.ids(choice)
+
     def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
-        scores = self._scores(choice) if self.logprobs else None
+        scores = self._scores(choice) if self.extras.top_logprobs is not None else None
         if not choice.begun and self.echo is not None:
             text = self.echo[choice.index] + text
         choice.begun = True
         return {"index": choice.index, "text": text, "logprobs": scores, "finish_reason": choice.finish}
 
     def _scores(self, choice: Choice) -> dict[str, Any] | None:
-        lists = self.lists.setdefault(choice.index, Lists(self.tokenizer))
+        lists = self.lists.setdefault(choice.index, Lists(self.tokenizer, self.extras.top_logprobs or 0))
         scored = choice.take_scored()
         if not choice.begun and self.echo is not None:
             prompt = lists.prompt(choice.sequence.prompt, choice.prompt_logprobs or [])

@@ -17,11 +17,11 @@ from server.tokenizer import Tokenizer
 LOWEST = -9999.0  # instead of minus infinity, which is no JSON number
 
 
-def entries(tokenizer: Tokenizer, scored: Sequence[Scored]) -> dict[str, Any]:
-    """Chat's shape."""
+def entries(tokenizer: Tokenizer, scored: Sequence[Scored], count: int) -> dict[str, Any]:
+    """Chat's shape, with `count` alternatives."""
     content = []
     for score in scored:
-        top = [_entry(tokenizer, token, logprob) for token, logprob in score.logprobs.top]
+        top = [_entry(tokenizer, token, logprob) for token, logprob in score.logprobs.top[:count]]
         content.append(_entry(tokenizer, score.token, score.logprobs.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
@@ -34,8 +34,10 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
 class Lists:
     """The text completion's shape; mutable, one a choice, for the offsets go on from piece to piece."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, count: int) -> None:
+        """`count`: alternatives."""
         self._tokenizer = tokenizer
+        self._count = count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -56,7 +58,7 @@ class Lists:
     def _alternatives(self, score: Scored) -> dict[str, float]:
         """By text; of several tokens with the same text the likeliest. The drawn one is always among them."""
         found: dict[str, float] = {}
-        for token, logprob in [*score.logprobs.top, (score.token, score.logprobs.logprob)]:
+        for token, logprob in [*score.logprobs.top[: self._count], (score.token, score.logprobs.logprob)]:
             found.setdefault(self._tokenizer.spell(token)[0], max(logprob, LOWEST))
         return found
 

@@ -6,9 +6,9 @@ ignored. Runs in the server's worker thread; pure functions. A field's type and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
+from server.api.forms import check_size
 from server.errors import InvalidValue, UnsupportedParameter
 from server.schema import ChatRequest, CompletionRequest, Generation, Message, Tool
 from server.settings import Settings
@@ -32,9 +32,11 @@ def check_chat(request: ChatRequest, settings: Settings) -> None:
         raise UnsupportedParameter("Only the modality `text` is offered", param="modalities")
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidValue("top_logprobs needs `logprobs: true`", param="top_logprobs")
+    if request.continue_final_message and request.add_generation_prompt:
+        message = "add_generation_prompt begins a new answer; continue_final_message goes on with the last one"
+        raise InvalidValue(message, param="add_generation_prompt")
     check_messages(request.messages)
     check_tools(request.tools or [], settings)
-    _check_format(request, settings)
 
 
 def check_completion(request: CompletionRequest, settings: Settings) -> None:
@@ -54,9 +56,10 @@ def _check_common(request: Generation, settings: Settings) -> None:
     _at_most(settings.max_choices, request.n or 1, "n", "answers")
     if request.stream_options is not None and not request.stream:
         raise InvalidValue("stream_options needs `stream: true`", param="stream_options")
-    for key in request.logit_bias or {}:
-        if not (key.isascii() and key.isdigit()):
-            raise InvalidValue(f"logit_bias: {key[:50]!r} is no token id", param="logit_bias")
+    if request.stream and request.prompt_logprobs is not None:
+        raise UnsupportedParameter("prompt_logprobs aren't offered in streams", param="prompt_logprobs")
+    if wrong := [key[:50] for key in request.logit_bias or {} if not (key.isascii() and key.isdigit())]:
+        raise InvalidValue(f"logit_bias: {', '.join(map(repr, wrong[:20]))}: no token id", param="logit_bias")
 
 
 def _at_most(limit: int, asked: int, param: str, what: str) -> None:
@@ -81,7 +84,7 @@ def check_messages(messages: Iterable[Message]) -> None:
                 raise InvalidValue(f"{place}: a text part needs text", param=f"{place}.text")
 
 
-# ---------------------------------------------------------------- tools and formats
+# ---------------------------------------------------------------- tools
 def check_tools(tools: list[Tool], settings: Settings) -> None:
     """Raises for tools that aren't functions, share a name, or have too large a schema."""
     seen = set()
@@ -95,19 +98,3 @@ def check_tools(tools: list[Tool], settings: Settings) -> None:
             raise InvalidValue(f"{where}: there are two functions {tool.function.name!r}", param=where)
         seen.add(tool.function.name)
         check_size(tool.function.parameters, settings, f"{where}.function.parameters")
-
-
-def _check_format(request: ChatRequest, settings: Settings) -> None:
-    wish = request.response_format
-    if wish is None or wish.type != "json_schema":
-        return
-    if wish.json_schema is None:
-        raise InvalidValue("response_format: type json_schema needs json_schema", param="response_format.json_schema")
-    check_size(wish.json_schema.schema_, settings, "response_format.json_schema.schema")
-
-
-def check_size(schema: object, settings: Settings, param: str) -> None:
-    size = len(json.dumps(schema, ensure_ascii=False).encode())
-    if size > settings.max_schema_bytes:
-        message = f"{param}: the schema has {size} bytes; at most {settings.max_schema_bytes} are taken"
-        raise InvalidValue(message, param=param)

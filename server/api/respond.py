@@ -64,7 +64,8 @@ async def respond(served: Served, http: Request, endpoint: str, prepared: Prepar
     served.note_unknown(endpoint, prepared.unknown)
     record.facts |= wishes(prepared)
     live = served.supervisor.open(prepared.sequences, endpoint=endpoint)
-    reply = Reply(live, prepared.texts, served.settings.keepalive_seconds)
+    keeps_ids = bool(prepared.request.return_token_ids)
+    reply = Reply(live, prepared.texts, served.settings.keepalive_seconds, keeps_ids=keeps_ids)
     if prepared.request.stream:
         frames = stream(reply, prepared, record)
         return EventStream(frames, live, served.settings.send_timeout_seconds)

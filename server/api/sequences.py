@@ -110,8 +110,8 @@ def sequences(
                     min_tokens=min(request.min_tokens or 0, room),
                     stop_ids=ends,
                     choice=len(made),
-                    logprobs=logprobs,
-                    prompt_logprobs=prompt_logprobs,
+                    logprobs=max(logprobs, -1 if request.prompt_logprobs is None else request.prompt_logprobs),
+                    prompt_logprobs=prompt_logprobs or request.prompt_logprobs is not None,
                     grammar=grammar,
                     marks=list(marks),
                 )

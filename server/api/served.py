@@ -7,10 +7,12 @@ stops reading the seam. Runs on the event loop.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import TypeVar
 
 from server.errors import ModelNotFound, NotReady, StartupError
@@ -20,10 +22,17 @@ from server.settings import Settings
 from server.supervisor import Supervisor
 from server.tokenizer import Tokenizer
 
+PARTS = ("mlx-marathon", "mlx", "mlx-lm")  # what an answer's text can depend on besides the model
 MAX_NOTED = 200  # names of unknown fields come from clients
 
 log = logging.getLogger("marathon.api")
 Result = TypeVar("Result")
+
+
+def build() -> str:
+    """The same for the same versions."""
+    versions = [f"{part} {version(part)}" for part in PARTS]
+    return "b" + hashlib.sha256("\n".join(versions).encode()).hexdigest()[:10]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,7 @@ class Served:
     metrics: Metrics
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="text"))
     noted: set[str] = field(default_factory=set)  # unknown fields that the log has named
+    build: str = field(default_factory=lambda: build())  # tells answers of different versions apart
 
     @property
     def names(self) -> set[str]:

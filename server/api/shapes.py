@@ -97,6 +97,7 @@ class Delta(Shape):
     tool_calls: list[ToolCallDelta] | None = None
 
 
+PromptLogprobs = list[dict[str, dict[str, float | int | str | None]] | None]
 ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
@@ -105,6 +106,7 @@ class ChatChoice(Shape):
     message: AnswerMessage
     finish_reason: ChatFinish
     logprobs: ChatLogprobs | None
+    token_ids: list[int] | None = Field(description="with `return_token_ids`")
 
 
 class ChunkChoice(Shape):
@@ -112,6 +114,7 @@ class ChunkChoice(Shape):
     delta: Delta
     finish_reason: ChatFinish | None
     logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | None = Field(None, description="with `return_token_ids`")
 
 
 class ChatCompletion(Shape):
@@ -121,8 +124,11 @@ class ChatCompletion(Shape):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str = Field(description="the same for the same versions of the server and MLX")
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = Field(description="with `return_token_ids`")
+    prompt_logprobs: PromptLogprobs | None = Field(description="with `prompt_logprobs`: a token by its id, and others")
 
 
 class ChatCompletionChunk(Shape):
@@ -132,8 +138,10 @@ class ChatCompletionChunk(Shape):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = Field(None, description="in the first event, with `return_token_ids`")
 
 
 # ---------------------------------------------------------------- text completions
@@ -149,6 +157,9 @@ class TextChoice(Shape):
     index: int
     finish_reason: Literal["stop", "length"] | None
     logprobs: TextLogprobs | None
+    token_ids: list[int] | None = Field(None, description="with `return_token_ids`")
+    prompt_token_ids: list[int] | None = Field(None, description="with `return_token_ids`")
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="with `prompt_logprobs`")
 
 
 class TextCompletion(Shape):
@@ -158,6 +169,7 @@ class TextCompletion(Shape):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[TextChoice]
     usage: Usage | None = None
 

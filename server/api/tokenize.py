@@ -21,6 +21,8 @@ from server.errors import InvalidValue
 from server.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from server.tokenizer import Tokenizer
 
+CHAT_FIELDS = ("messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+
 
 def routes(served: Served) -> APIRouter:
     router = APIRouter(tags=["tokens"])
@@ -64,7 +66,7 @@ def encode(served: Served, content: bytes) -> dict[str, Any]:
 def _ids(request: TokenizeRequest, served: Served) -> list[int]:
     tokenizer = served.tokenizer
     if request.messages is not None:
-        asked = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
+        asked = {name: getattr(request, name) for name in CHAT_FIELDS}
         chat = ChatRequest.model_validate(asked)
         policy.check_chat(chat, served.settings)
         return render(tokenizer, chat, tools.read(chat)).ids

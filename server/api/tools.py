@@ -1,7 +1,7 @@
 """Which tools a chat request offers, and which calls it forces.
 
-Owns the reading of `tools`, `tool_choice` and `response_format` into what the template sees, what the text is searched
-for, and the grammar. Runs in the server's worker thread; pure.
+Owns the reading of `tools` and `tool_choice` into what the template sees, what the text is searched for, and, with the
+form that was read before, the grammar. Runs in the server's worker thread; pure.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server import grammar
+from server.api.forms import Form
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import Calls, Reasoning, Tag
 from server.messages import Grammar
@@ -20,7 +21,6 @@ from server.tokenizer import ChatPrompt, Tokenizer
 
 log = logging.getLogger("marathon.api")
 
-SCHEMA = "response_format.json_schema.schema"
 Offer = list[tuple[int, Function]]  # each with its place in `tools`
 
 
@@ -70,22 +70,16 @@ def _only(names: set[str], tools: Offer, param: str) -> Offer:
 
 
 # ---------------------------------------------------------------- grammar
-def constraint(request: ChatRequest, wish: Wish, prompt: ChatPrompt, tokenizer: Tokenizer) -> Grammar | None:
+def constraint(form: Form | None, wish: Wish, prompt: ChatPrompt, tokenizer: Tokenizer) -> Grammar | None:
     """The grammar that the answer must follow, if the request asks for a form."""
-    schema = _schema(request)
-    if schema is None and not wish.forced:
+    if wish.forced:
+        form = Form("tool_choice")
+    if form is None:
         return None
-    calls = _calls(wish, tokenizer, "tool_choice" if wish.forced else "response_format") if wish.offered else None
+    calls = _calls(wish, tokenizer, form.param) if wish.offered else None
     return grammar.answer(
-        None if wish.forced else schema, param=SCHEMA, calls=calls, reasoning=_reasoning(prompt, tokenizer)
+        form.schema, rule=form.rule, param=form.param, calls=calls, reasoning=_reasoning(prompt, tokenizer)
     )
-
-
-def _schema(request: ChatRequest) -> Any:
-    wish = request.response_format
-    if wish is None or wish.type == "text":
-        return None
-    return wish.json_schema.schema_ if wish.json_schema is not None else grammar.ANY_OBJECT
 
 
 def _calls(wish: Wish, tokenizer: Tokenizer, param: str) -> Calls:

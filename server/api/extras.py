@@ -1,0 +1,74 @@
+"""What an answer tells besides its text.
+
+Owns the fields that a request switches on: usage in every chunk, token ids, log probabilities of the prompt. Runs on
+the event loop; pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from server.api.answer import Choice
+from server.api.logprobs import LOWEST
+from server.schema import Generation
+from server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Which of them one request wants.
+
+    Attributes:
+        top_logprobs: alternatives of each token of the answer, or None: no log probabilities.
+        prompt_logprobs: the same of the prompt's tokens.
+        usage: the last event of a stream tells the usage; `each_usage`: each chunk does.
+    """
+
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    usage: bool = False
+    each_usage: bool = False
+
+    @classmethod
+    def of(cls, request: Generation, top_logprobs: int | None) -> Extras:
+        options = request.stream_options
+        usage = bool(options and options.include_usage)
+        each = usage and bool(options and options.continuous_usage_stats)
+        return cls(top_logprobs, request.prompt_logprobs, bool(request.return_token_ids), usage, each)
+
+    def ids(self, choice: Choice) -> dict[str, Any]:
+        """The ids of the answer that weren't told yet."""
+        return {"token_ids": choice.take_ids()} if self.token_ids else {}
+
+    def prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        return {"prompt_token_ids": choice.sequence.prompt} if self.token_ids else {}
+
+    def prompt_scores(self, choice: Choice, tokenizer: Tokenizer) -> list[dict[str, Any] | None] | None:
+        """By id; nothing comes before the first token, so nothing is known of it."""
+        if self.prompt_logprobs is None or not choice.sequence.prompt:
+            return None
+        pairs = zip(choice.sequence.prompt[1:], choice.prompt_logprobs or [], strict=True)
+        return [None, *(self._alternatives(token, scores.logprob, scores.top, tokenizer) for token, scores in pairs)]
+
+    def _alternatives(
+        self, token: int, logprob: float, top: list[tuple[int, float]], tokenizer: Tokenizer
+    ) -> dict[str, Any]:
+        """The likeliest ones and the token itself, whose rank is only known if it is among them."""
+        ranks = {other: rank for rank, (other, _) in enumerate(top, 1)}
+        shown = dict(top[: self.prompt_logprobs]) | {token: logprob}
+        return {
+            str(other): {
+                "logprob": max(value, LOWEST),
+                "rank": ranks.get(other),
+                "decoded_token": tokenizer.spell(other)[0],
+            }
+            for other, value in shown.items()
+        }
+
+
+def usage_so_far(choice: Choice, completion: int) -> dict[str, int]:
+    """Of one choice, in a chunk."""
+    prompt = len(choice.sequence.prompt)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

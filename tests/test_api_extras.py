@@ -1,0 +1,90 @@
+"""What an answer tells besides its text, and what other servers' clients send: over a real uvicorn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from serving import HELLO, USER, engine, run_server, tokenizer
+
+from server.api.shapes import ChatCompletion, ChatCompletionChunk, TextCompletion
+
+IDS = tokenizer().encode(HELLO, bos=False)
+ASSISTANT = {"role": "assistant", "content": "An apple a day"}
+
+
+async def test_token_ids_are_those_of_prompt_and_answer() -> None:
+    fake = engine()
+    async with run_server(fake) as site:
+        chat = (await site.chat(return_token_ids=True)).json()
+        text = (await site.complete(return_token_ids=True)).json()["choices"][0]
+    assert chat["prompt_token_ids"] == fake.submits[0].sequence.prompt
+    assert chat["choices"][0]["token_ids"] == IDS
+    assert (text["prompt_token_ids"], text["token_ids"]) == (fake.submits[1].sequence.prompt, IDS)
+
+
+async def test_streamed_token_ids_are_the_plain_ones_and_the_prompts_come_first_and_once() -> None:
+    async with run_server(engine(step_seconds=0.002)) as site:
+        chat = [ChatCompletionChunk.model_validate(e) for e in (await site.stream_chat(return_token_ids=True))[:-1]]
+        text = [TextCompletion.model_validate(e) for e in (await site.stream_text(return_token_ids=True))[:-1]]
+        tokens = (await site.post("/tokenize", {"messages": USER})).json()["tokens"]
+    assert [chunk.prompt_token_ids for chunk in chat] == [tokens, *[None] * (len(chat) - 1)]
+    assert [i for chunk in chat for i in chunk.choices[0].token_ids or []] == IDS
+    assert [i for chunk in text for i in chunk.choices[0].token_ids or []] == IDS
+    assert [chunk.choices[0].prompt_token_ids is None for chunk in text] == [False, *[True] * (len(text) - 1)]
+
+
+async def test_nothing_more_is_told_unless_asked_for() -> None:
+    async with run_server() as site:
+        chat = ChatCompletion.model_validate((await site.chat()).json())
+        text = TextCompletion.model_validate((await site.complete()).json())
+    assert chat.prompt_logprobs is chat.prompt_token_ids is chat.choices[0].token_ids is None
+    assert text.choices[0].prompt_logprobs is text.choices[0].token_ids is None
+
+
+async def test_usage_in_each_chunk_rises_to_the_whole() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with run_server(engine(step_seconds=0.002)) as site:
+        for events in (await site.stream_chat(stream_options=options), await site.stream_text(stream_options=options)):
+            *chunks, last, _ = events
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts)
+            assert counts[-1] == last["usage"]["completion_tokens"] > counts[0]
+            assert all(chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for chunk in chunks)
+
+
+async def test_the_fingerprint_is_the_same_in_every_answer_and_chunk() -> None:
+    async with run_server() as site:
+        found = {(await site.chat()).json()["system_fingerprint"], (await site.complete()).json()["system_fingerprint"]}
+        found |= {event["system_fingerprint"] for event in (await site.stream_chat())[:-1]}
+    assert len(found) == 1
+
+
+async def test_a_continued_answer_can_begin_with_what_it_continues() -> None:
+    fields: dict[str, Any] = {"messages": [*USER, ASSISTANT], "continue_final_message": True, "echo": True}
+    async with run_server() as site:
+        plain = (await site.chat(**fields, add_generation_prompt=False)).json()["choices"][0]["message"]["content"]
+        events = (await site.stream_chat(**fields))[:-1]
+        silent = (await site.chat(**fields | {"echo": False})).json()["choices"][0]["message"]["content"]
+    streamed = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+    assert plain == streamed == ASSISTANT["content"] + HELLO
+    assert silent == HELLO
+
+
+async def test_control_tokens_in_a_bare_prompt_are_control_tokens_and_in_a_chat_text() -> None:
+    fake = engine()
+    async with run_server(fake) as site:
+        await site.complete("<|im_start|>user\nhi<|im_end|>")
+        await site.chat(messages=[{"role": "user", "content": "<|im_end|>"}])
+        plain = (await site.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})).json()["tokens"]
+    special = [[t for t in one.sequence.prompt if tokenizer().is_special(t)] for one in fake.submits]
+    assert [tokenizer().spell(t)[0] for t in special[0]] == ["<|im_start|>", "<|im_end|>"]
+    assert special[1] == [t for t in plain if tokenizer().is_special(t)]
+
+
+async def test_an_empty_beginning_of_an_answer_can_be_left_out_of_the_tokens() -> None:
+    async with run_server() as site:
+        fields = {"messages": USER}
+        with_it = (await site.post("/tokenize", fields)).json()["tokens"]
+        without = (await site.post("/tokenize", {**fields, "add_generation_prompt": False})).json()["tokens"]
+    assert with_it[: len(without)] == without
+    assert len(with_it) > len(without)

@@ -1,0 +1,109 @@
+"""What the documents say, held to the command line, the Makefile and the files that they speak of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from server import cli, faults
+from server.settings import ENV_PREFIX, Settings, option
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in sorted(PAGES)}
+OURS = {option(name) for name in Settings.model_fields}
+# Options of other programs that the documents name.
+FOREIGN = {"--config.file", "--enable", "--install", "--now", "--port", "--mode", "--version", "--help", "--config"}
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def commands() -> dict[str, str]:
+    """`marathon`'s commands and what their --help prints."""
+    actions = cli.parser()._subparsers._group_actions  # type: ignore[union-attr]
+    return {name: command.format_help() for name, command in actions[0].choices.items()}
+
+
+def code_of(text: str) -> str:
+    """What stands between backquotes or is indented: that which readers will type."""
+    blocks = re.findall(r"^```[\s\S]*?^```|^ {4}.+$", text, re.MULTILINE)
+    return "\n".join([*blocks, *re.findall(r"`[^`\n]+`", text)])
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_option_that_is_named_exists(page: str):
+    helps = "\n".join(commands().values())
+    known = OURS | FOREIGN | set(re.findall(r"--[a-z-]+", helps))
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*", code_of(TEXTS[page])))
+    assert named - known == set()
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_setting_of_the_environment_that_is_named_exists(page: str):
+    named = re.findall(rf"\b{ENV_PREFIX}([A-Z][A-Z_]*)", TEXTS[page])
+    assert {name.lower() for name in named} - set(Settings.model_fields) == set()
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_command_that_is_named_exists(page: str):
+    named = set(re.findall(r"(?:^|[`/ ])marathon ([a-z]+)\b", code_of(TEXTS[page]), re.MULTILINE))
+    assert named - set(commands()) == set()
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_make_target_that_is_named_exists(page: str):
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"(?:^ {4}|`|&& )make ([a-z]+)\b", code_of(TEXTS[page]), re.MULTILINE))
+    assert named - set(targets) == set()
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_link_leads_somewhere(page: str):
+    broken = [link for link in LINK.findall(TEXTS[page]) if "://" not in link and not leads(page, link)]
+    assert broken == []
+
+
+def leads(page: str, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (ROOT / page).parent / path if path else ROOT / page
+    if target.is_dir() or not target.exists():
+        return target.exists()
+    return not anchor or anchor in map(anchor_of, HEADING.findall(target.read_text(encoding="utf-8")))
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes them."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_file_of_ours_that_is_named_exists(page: str):
+    named = set(re.findall(r"(?<![\w/.~])((?:server|tests|docs|deploy|loadtests|scripts)/[\w./-]+)", TEXTS[page]))
+    assert {name for name in named if not (ROOT / name.rstrip(".")).exists()} == set()
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_every_setting_is_documented_by_help(command: str):
+    shown = " ".join(commands()[command].split())
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+        assert option(name) in shown
+        # argparse breaks lines at hyphens too
+        assert field.description.replace(" ", "")[:30] in shown.replace(" ", ""), name
+
+
+def test_the_list_of_faults_in_the_readme_is_whole_and_right():
+    """A part of the table may be the beginning or the end of a fault; whole ones must be understood."""
+    section = TEXTS["README.md"].partition("## Dangerous")[2].partition("\n## ")[0]
+    named = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\|([^|]+)\|", section, re.MULTILINE)))
+    whole = [name for name in named if ":" in name and not name.startswith("@")]
+    assert all(map(faults.parse, whole))
+    assert {name.partition(":")[0] for name in whole} >= {"slow-start", "fail-start", "leak"}
+    words = set(re.findall(r"[a-z]+", " ".join(named)))
+    assert words >= {*faults.ACTS, *faults.PLACES}
+
+
+def test_the_readme_stays_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 220

@@ -1,0 +1,490 @@
+"""The engine's main loop in process: rows in, tokens out, and what happens when a forward pass throws."""
+
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+from driving import Rig, model, prompt, row
+
+from server.batching import Batch
+from server.faults import Faults, parse
+from server.grammar import answer
+from server.loop import IDLE_SECONDS, WAIT_SECONDS, Loop, Wedged
+from server.messages import Cancel, Drain, Failed, Preempted, Probe, Snapshot, Start, Steps, Submit
+from server.model import Loaded, row_cost
+from server.pressure import Act, Verb
+from server.settings import load
+
+EPOCH = 7
+
+
+class FakeSeam:
+    """Commands that the test puts in, events that the loop sends, and how long the loop was ready to wait."""
+
+    def __init__(self):
+        self.inbox, self.sent, self.waits = [], [], []
+
+    def receive(self, timeout):
+        self.waits.append(timeout)
+        return self.inbox.pop(0) if self.inbox else None
+
+    def received(self):
+        while self.inbox:
+            yield self.inbox.pop(0)
+
+    def send(self, event):
+        self.sent.append(event)
+
+
+class Calm:
+    """A residency that never has anything to say."""
+
+    source = SimpleNamespace(name="off", limit=None, raw=lambda: None)
+    acts: list = []
+
+    def tick(self, take_stock):
+        acts, self.acts = self.acts, []
+        take_stock()
+        return acts
+
+    def spent_buffers(self):
+        return 0
+
+    def read_memory(self):
+        pass
+
+
+class Flaky:
+    """A model that throws where `fault(inputs)` says so."""
+
+    def __init__(self, inner, fault):
+        self._inner, self._fault = inner, fault
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def __call__(self, inputs, cache=None):
+        if error := self._fault(inputs):
+            raise error
+        return self._inner(inputs, cache=cache)
+
+
+class Engine:
+    """A loop, driven step by step."""
+
+    def __init__(self, family="llama", *, fault=lambda inputs: None, group_bytes=10**9, batching="batched", folder=".",
+                 faults="", **settings):  # fmt: skip
+        self.raw = model(family)
+        self.seam, self.snapshot = FakeSeam(), Snapshot()
+        self.pulse = SimpleNamespace(count=0)
+        self.pulse.beat = lambda: setattr(self.pulse, "count", self.pulse.count + 1)
+        probe = Probe(2048, batching, row_cost(self.raw), 0, group_bytes)
+        self.residency = Calm()
+        self.loop = Loop(
+            self.seam, self.pulse, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
+            Loaded(Flaky(self.raw, fault), {}, 4096, 0, probe), self.residency,
+            Faults(parse(faults), epoch=1, write_garbage=lambda: None),
+        )  # fmt: skip
+        self.tokens, self.logprobs = defaultdict(list), defaultdict(list)
+        self.ends, self.failed, self.started, self.preempted = {}, {}, {}, []
+
+    def submit(self, one, generated=()):
+        self.seam.inbox.append(Submit(EPOCH, one.seq, one.sequence, list(generated)))
+
+    def turn(self, times=1):
+        for _ in range(times):
+            self.loop._take_commands()
+            if self.loop._rows:
+                self.loop._iterate()
+            self._take()
+
+    def run(self, limit=500):
+        self.turn()
+        while self.loop._rows or self.seam.inbox:
+            self.turn()
+            limit -= 1
+            assert limit, "it never ends"
+
+    def _take(self):
+        sent, self.seam.sent = self.seam.sent, []
+        for event in sent:
+            assert event.epoch == EPOCH
+            if isinstance(event, Steps):
+                for begun in event.started:
+                    self.started[begun.seq] = begun
+                for seq, token in zip(event.seqs, event.tokens, strict=True):
+                    assert seq not in self.ends
+                    assert seq not in self.failed
+                    self.tokens[seq].append(token)
+                    if seq in event.logprobs:
+                        self.logprobs[seq].append(event.logprobs[seq])
+                assert set(event.logprobs) <= set(event.seqs)
+                self.ends |= {end.seq: end.finish for end in event.ends}
+            elif isinstance(event, Failed):
+                assert event.seq not in self.ends
+                self.failed[event.seq] = event
+            elif isinstance(event, Preempted):
+                self.preempted.append(event.seq)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The greedy text of a row by the plain loop."""
+    rigs, known = {}, {}
+
+    def text(one, family="llama"):
+        key = family, tuple(one.sequence.prompt), one.sequence.max_tokens
+        if key not in known:
+            rig = rigs.setdefault(family, Rig(family))
+            known[key] = rig.alone(row(0, one.sequence.prompt, max_tokens=one.sequence.max_tokens))[0]
+        return known[key]
+
+    return text
+
+
+def some_rows(*lengths, max_tokens=8, first=0, **options):
+    return [row(first + i, prompt(length), max_tokens=max_tokens, **options) for i, length in enumerate(lengths)]
+
+
+def assert_all_right(engine, rows, alone, family="llama"):
+    assert engine.failed == {}
+    for one in rows:
+        assert engine.tokens[one.seq] == alone(one, family), one.seq
+        assert engine.ends[one.seq] == "length"
+    assert engine.loop._rows == {}
+    assert engine.loop._groups.rows == 0
+
+
+# ---------------------------------------------------------------- in and out
+@pytest.mark.parametrize("group_bytes", [10**9, 20_000], ids=["one group", "many groups"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_rows_in_tokens_out(alone, family, group_bytes):
+    engine = Engine(family, group_bytes=group_bytes)
+    rows = some_rows(5, 70, 1, 33, 300)
+    for one in rows[:3]:
+        engine.submit(one)
+    engine.turn(3)
+    for one in rows[3:]:
+        engine.submit(one)
+    engine.run()
+    assert_all_right(engine, rows, alone, family)
+    assert {seq: begun.cached for seq, begun in engine.started.items()} == dict.fromkeys(range(5), 0)
+    assert engine.snapshot.generated_tokens == 40
+
+
+def test_a_model_that_does_not_batch_serves_all_rows_in_turns(alone):
+    engine = Engine("llama4", batching="no merge")
+    rows = some_rows(5, 40, 9)
+    for one in rows:
+        engine.submit(one)
+    engine.turn(3)
+    assert len(engine.loop._groups.batches) == 3
+    engine.run()
+    assert_all_right(engine, rows, alone, "llama4")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_resumed_row_goes_on_with_the_same_text(alone, family):
+    one = row(0, prompt(40), max_tokens=20)
+    engine = Engine(family)
+    engine.submit(one, generated=alone(one, family)[:9])
+    engine.submit(row(1, prompt(9), max_tokens=20))
+    engine.run()
+    assert engine.tokens[0] == alone(one, family)[9:]
+
+
+def test_a_resume_that_has_all_its_tokens_ends_at_once():
+    engine = Engine()
+    engine.submit(row(0, prompt(9), max_tokens=3), generated=[4, 5, 6])
+    engine.run()
+    assert (engine.tokens, engine.ends) == ({}, {0: "length"})
+
+
+def test_a_cancelled_row_is_gone_in_every_phase(alone):
+    engine = Engine(prefill_stall_ms=1)
+    waiting, reading, decoding, other = [row(i, prompt(900 if i < 2 else 9, i), max_tokens=30) for i in range(4)]
+    for one in (decoding, other):
+        engine.submit(one)
+    engine.turn(5)
+    for one in (reading, waiting):
+        engine.submit(one)
+    engine.turn()
+    for one in (waiting, reading, decoding):
+        engine.seam.inbox.append(Cancel(EPOCH, one.seq))
+    seen = len(engine.tokens[2])
+    engine.run()
+    assert len(engine.tokens[2]) == seen
+    assert set(engine.tokens) == {2, 3}
+    assert engine.tokens[3] == Rig("llama").alone(other)[0]
+    engine.seam.inbox.append(Cancel(EPOCH, 3))
+    engine.seam.inbox.append(Cancel(EPOCH, 99))
+    engine.turn(2)
+    assert engine.seam.waits[-1] == IDLE_SECONDS
+
+
+def test_prompt_logprobs_come_once_and_a_request_for_no_tokens_ends(alone):
+    engine = Engine()
+    engine.submit(row(0, prompt(30), max_tokens=0, prompt_logprobs=True, logprobs=2))
+    engine.submit(row(1, prompt(30), max_tokens=4, prompt_logprobs=True, logprobs=2))
+    engine.run()
+    assert engine.ends == {0: "length", 1: "length"}
+    assert [len(engine.started[seq].prompt_logprobs) for seq in (0, 1)] == [29, 29]
+    assert [len(engine.logprobs[seq]) for seq in (0, 1)] == [0, 4]
+
+
+def test_the_prefix_of_an_ended_row_serves_the_next_one(alone):
+    engine = Engine(prefix_cache=10**8)
+    first = row(0, prompt(60), max_tokens=8)
+    engine.submit(first)
+    engine.run()
+    longer = prompt(60) + engine.tokens[0] + prompt(20, 3)
+    rows = [row(1, prompt(60), max_tokens=8), row(2, longer, max_tokens=8), row(3, longer[:50], max_tokens=8)]
+    for one in rows:
+        engine.submit(one)
+    engine.run()
+    assert_all_right(engine, [first, *rows], alone)
+    assert {seq: begun.cached for seq, begun in engine.started.items()} == {0: 0, 1: 59, 2: 67, 3: 49}
+
+
+def test_drain_ends_the_loop():
+    engine = Engine()
+    engine.seam.inbox.append(Drain(EPOCH))
+    engine.loop.run()
+
+
+def test_the_newest_row_is_preempted_and_the_oldest_never(alone):
+    engine = Engine()
+    rows = some_rows(5, 9, 20, max_tokens=20)
+    for one in rows:
+        engine.submit(one)
+    engine.turn(3)
+    for _ in range(3):
+        engine.residency.acts = [Act(Verb.PREEMPT, "bytes", 2.0, 1.0)]
+        engine.turn()
+    assert engine.preempted == [2, 1]
+    assert engine.failed[0].kind == "memory"
+    assert engine.loop._rows == {}
+
+
+# ---------------------------------------------------------------- grammars
+class Never:
+    """Grammars that are still being compiled."""
+
+    def __init__(self):
+        self.future = SimpleNamespace(done=lambda: False, cancel=lambda: None)
+
+    def compile(self, sequence, generated):
+        return self.future
+
+
+def test_while_a_grammar_is_compiled_others_run_and_nobody_spins(alone):
+    engine = Engine()
+    engine.loop._grammars = Never()
+    free = row(1, prompt(9), max_tokens=8)
+    engine.submit(row(0, prompt(9), grammar=answer({"type": "boolean"}), stop_ids=[2]))
+    engine.submit(free)
+    engine.turn(15)
+    assert engine.tokens[1] == alone(free)
+    assert engine.seam.waits[-1] == WAIT_SECONDS
+    engine.seam.inbox.append(Cancel(EPOCH, 0))
+    engine.turn()
+    assert engine.loop._rows == {}
+
+
+def test_a_grammar_row_runs_beside_free_ones_and_a_broken_grammar_fails_alone(alone, tiny):
+    engine = Engine(folder=tiny("llama"))
+    free = row(2, prompt(20), max_tokens=12)
+    engine.submit(row(0, prompt(9), grammar=answer({"enum": ["no"]}), stop_ids=[2], max_tokens=12))
+    engine.submit(row(1, prompt(9), grammar=SimpleGrammar, stop_ids=[2], max_tokens=12))
+    engine.submit(free)
+    engine.run(limit=5000)
+    assert engine.ends == {0: "stop", 2: "length"}
+    assert engine.tokens[2] == alone(free)
+    assert "grammar" in engine.failed[1].message
+
+
+SimpleGrammar = type(answer({"enum": [1]}))("start: (")
+
+
+# ---------------------------------------------------------------- errors of the forward pass
+def once(place):
+    """A fault that happens one time, at the given call of its kind."""
+    left = [place]
+
+    def fault(inputs):
+        left[0] -= 1
+        return ValueError("boom") if left[0] == 0 else None
+
+    return fault
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 9], ids=["first chunk", "later chunk", "first step", "later step"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_pass_that_fails_once_costs_nobody_a_token(alone, family, at):
+    engine = Engine(family, fault=once(at))
+    rows = some_rows(5, 40, 9)
+    for one in rows:
+        engine.submit(one)
+    engine.run()
+    assert_all_right(engine, rows, alone, family)
+
+
+def test_seeded_and_penalised_text_survives_a_rebuild_too():
+    plain, broken = Engine(), Engine(fault=once(9))
+    for engine in (plain, broken):
+        for seq, length in enumerate((5, 40, 9)):
+            engine.submit(row(seq, prompt(length), max_tokens=12, temperature=0.9, seed=seq, presence_penalty=1.0,
+                              frequency_penalty=0.5, logprobs=1))  # fmt: skip
+        engine.run()
+    assert broken.tokens == plain.tokens
+    assert {seq: len(entries) for seq, entries in broken.logprobs.items()} == dict.fromkeys(range(3), 12)
+
+
+def test_a_row_that_always_fails_ends_alone(alone):
+    """Its token poisons every pass that it is in."""
+    bad = 1999
+    engine = Engine(fault=lambda inputs: ValueError("boom") if inputs.shape[1] == 1 and bad in inputs.tolist()[-1] + [
+        line[0] for line in inputs.tolist()] else None)  # fmt: skip
+    rows = some_rows(5, 40, 9, first=1)
+    for one in rows[:2]:
+        engine.submit(one)
+    engine.turn(4)
+    engine.submit(row(0, [*prompt(8), bad], max_tokens=8))
+    engine.submit(rows[2])
+    engine.run()
+    assert set(engine.failed) == {0}
+    assert engine.failed[0].kind == "row"
+    engine.failed.clear()
+    assert_all_right(engine, rows, alone)
+
+
+def test_a_prompt_that_can_not_be_read_ends_alone(alone):
+    engine = Engine(fault=lambda inputs: ValueError("boom") if inputs.shape[1] == 76 else None)
+    rows = some_rows(5, 40, first=1)
+    engine.submit(row(0, prompt(77), max_tokens=8))
+    for one in rows:
+        engine.submit(one)
+    engine.run()
+    assert set(engine.failed) == {0}
+    engine.failed.clear()
+    assert_all_right(engine, rows, alone)
+
+
+def test_what_one_group_drew_is_delivered_though_the_next_one_fails(alone):
+    failures = [3]
+
+    def fault(inputs):
+        if inputs.shape == (1, 1) and failures[0]:
+            failures[0] -= 1
+            return ValueError("boom") if failures[0] == 0 else None
+        return None
+
+    engine = Engine(fault=fault, group_bytes=10_000)
+    rows = [*some_rows(5, 5, 5), row(9, prompt(700), max_tokens=8)]
+    for one in rows:
+        engine.submit(one)
+    engine.run()
+    assert failures == [0]
+    assert_all_right(engine, rows, alone)
+
+
+@pytest.mark.parametrize("times", [1, 10**6], ids=["once", "always"])
+def test_a_join_that_fails_costs_nobody_anything(monkeypatch, alone, times):
+    merge, left = Batch._merge, [times]
+
+    def failing(self, singles):
+        if len(self.rows) + len(singles) > 1 and left[0]:
+            left[0] -= 1
+            raise StopIteration
+        merge(self, singles)
+
+    monkeypatch.setattr(Batch, "_merge", failing)
+    engine = Engine()
+    rows = some_rows(5, 40, 9)
+    for one in rows[:2]:
+        engine.submit(one)
+    engine.turn(4)
+    engine.submit(rows[2])
+    engine.run()
+    assert_all_right(engine, rows, alone)
+
+
+def test_a_leave_that_fails_costs_nobody_anything(monkeypatch, alone):
+    keep, left = Batch._shrink, [1]
+
+    def failing(self, places):
+        if left[0]:
+            left[0] -= 1
+            raise ValueError("boom")
+        keep(self, places)
+
+    monkeypatch.setattr(Batch, "_shrink", failing)
+    engine = Engine()
+    rows = [row(0, prompt(5), max_tokens=3), *some_rows(40, 9, first=1)]
+    for one in rows:
+        engine.submit(one)
+    engine.run()
+    assert left == [0]
+    assert_all_right(engine, rows, alone)
+
+
+def test_rebuilds_are_forgiven_once_a_row_has_gone_on(alone):
+    calls = [0]
+
+    def fault(inputs):
+        calls[0] += 1
+        return ValueError("boom") if calls[0] % 9 == 0 and calls[0] < 60 else None
+
+    engine = Engine(fault=fault)
+    rows = some_rows(5, 40, 9, max_tokens=16)
+    for one in rows:
+        engine.submit(one)
+    engine.run()
+    assert_all_right(engine, rows, alone)
+
+
+@pytest.mark.parametrize("words", ["[metal::malloc] Resource limit (499000) exceeded.", "Unable to allocate 9 bytes"])
+def test_what_the_device_can_not_survive_ends_the_loop_at_once(words):
+    engine = Engine(fault=lambda inputs: RuntimeError(words) if inputs.shape[1] == 1 else None)
+    engine.submit(row(0, prompt(9)))
+    with pytest.raises(Wedged, match="can't go on"):
+        engine.turn(3)
+    assert engine.failed == {}
+
+
+# ---------------------------------------------------------------- anything at any time
+@pytest.mark.parametrize("seed", range(4))
+def test_any_schedule_of_arrivals_cancels_resumes_and_faults_gives_every_row_its_text(alone, seed):
+    rng = random.Random(seed)
+    family = ["llama", "gemma3_text", "qwen3_5", "llama"][seed]
+    breaks = {rng.randrange(10, 120) for _ in range(3)}
+    calls = [0]
+
+    def fault(inputs):
+        calls[0] += 1
+        return ValueError("boom") if calls[0] in breaks else None
+
+    engine = Engine(family, fault=fault, group_bytes=rng.choice([10_000, 10**8]), prefill_stall_ms=rng.choice([1, 250]),
+                    prefix_cache=rng.choice([0, 10**8]))  # fmt: skip
+    rows, cancelled, before = [], set(), {}
+    for turn in range(70):
+        if turn < 50 and rng.random() < 0.3:
+            one = row(len(rows), prompt(rng.choice([1, 2, 5, 33, 40, 70, 120])), max_tokens=rng.choice([1, 2, 7, 12]))
+            before[one.seq] = alone(one, family)[: rng.choice([0, 0, 1, 4])]
+            rows.append(one)
+            engine.submit(one, before[one.seq])
+        if rows and rng.random() < 0.06:
+            cancelled.add(seq := rng.randrange(len(rows)))
+            engine.seam.inbox.append(Cancel(EPOCH, seq))
+        engine.turn()
+    engine.run()
+    assert engine.failed == {}
+    for one in rows:
+        text = before[one.seq] + engine.tokens[one.seq]
+        whole = alone(one, family)
+        assert text == whole[: len(text)]
+        assert one.seq in cancelled or text == whole
+    assert engine.loop._groups.rows == 0
+    assert len(engine.loop._prefill) == 0
+    assert engine.snapshot.pending == 0

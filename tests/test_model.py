@@ -1,0 +1,98 @@
+"""What loading a model finds out: whether it batches, what its rows cost, and why it can't be loaded."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from driving import model as tiny_model
+from driving import prompt
+from mlx_lm.models.cache import make_prompt_cache
+
+from server import model
+from server.cache_guard import cache_arrays, pinned_bytes
+from server.errors import StartupError
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "deepseek_v32", "recurrent_gemma"])
+def test_a_family_that_batches_rightly_batches(family):
+    assert model._batching(tiny_model(family)) == (2048, "batched")
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("llama4", "merge"),
+        ("gemma2", "broadcast"),
+        ("minimax_m3_vl", "differ"),  # only where blocks of keys are left out
+        ("longcat_flash_ngram", "differ"),  # only where the window of newest tokens isn't full
+    ],
+)
+def test_a_family_that_does_not_is_found_out_and_the_reason_told(family, why):
+    vocabulary, verdict = model._batching(tiny_model(family))
+    assert vocabulary == 2048
+    assert why in verdict
+    assert "\n" not in verdict
+
+
+def test_a_model_whose_logits_are_no_numbers_when_batched_does_not_batch():
+    plain = tiny_model("llama")
+
+    class Broken:
+        layers, modules = plain.layers, plain.modules
+
+        def __call__(self, inputs, cache=None):
+            logits = plain(inputs, cache=cache)
+            return logits * mx.nan if inputs.shape[0] > 1 else logits
+
+    assert "nan" in model._batching(Broken())[1]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "recurrent_gemma"]
+)
+def test_a_row_costs_what_was_predicted(family):
+    """Within 5 %, at two lengths, after chunks and decode steps."""
+    built = tiny_model(family)
+    costs = model.row_cost(built)
+    for length in (100, 700):
+        caches, tokens = make_prompt_cache(built), prompt(length)
+        for at in range(0, length - 2, 256):
+            built(mx.array([tokens[at : min(at + 256, length - 2)]]), cache=caches)
+            mx.eval(cache_arrays(caches))
+        mx.clear_cache()  # a buffer from the pool may be larger than what was asked for
+        for token in tokens[-2:]:
+            built(mx.array([[token]]), cache=caches)
+            mx.eval(cache_arrays(caches))
+        real = pinned_bytes(cache_arrays(caches))
+        assert sum(cost.bytes(length) for cost in costs) == pytest.approx(real, rel=0.05)
+
+
+def test_the_peak_of_the_largest_chunk_is_told_from_smaller_ones(monkeypatch):
+    """On a CPU scores are a matrix, so the peak grows with the square."""
+    monkeypatch.setattr(model, "LARGEST_CHUNK", 1024)
+    built = tiny_model("llama")
+    real = model._peak(built, 1024)
+    assert model._chunk_peak(built) == pytest.approx(real, rel=0.15)
+    assert real > 2.5 * model._peak(built, 512)
+
+
+def test_the_context_is_read_from_wherever_the_config_has_it():
+    assert model.context_length({"max_position_embeddings": 77}) == 77
+    assert model.context_length({"text_config": {"n_positions": 88}}) == 88
+    assert model.context_length({"max_position_embeddings": None, "text_config": None}) == 32768
+
+
+def test_quantization_is_told_as_people_say_it():
+    assert model.quantization({"quantization": {"bits": 4}}) == "4-bit"
+    assert model.quantization({"torch_dtype": "bfloat16"}) == "bfloat16"
+    assert model.quantization({}) == "none"
+
+
+@pytest.mark.parametrize("config", [None, "{", json.dumps({"model_type": "no_such_thing"}), json.dumps({})])
+def test_a_folder_that_holds_no_model_is_refused_in_one_line(tmp_path, config):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(StartupError, match="can't load the model") as caught:
+        model.load(tmp_path, trust_remote_code=False, probe=None, on_stage=lambda stage: None)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
