@@ -17,12 +17,19 @@ from server.errors import InvalidValue, RequestTooLarge
 from server.schema import refusal
 
 Model = TypeVar("Model", bound=BaseModel)
+FORMS = frozenset({"application/x-www-form-urlencoded", "multipart/form-data"})
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read(request: Request, cap: int) -> bytes:
-    """The whole body. Raises RequestTooLarge as soon as it is known to be beyond the cap."""
+    """The whole body. Raises RequestTooLarge as soon as it is known to be beyond the cap.
+
+    A form is refused, whatever is in it: it is what pages of other sites can send without asking.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in FORMS:
+        raise InvalidValue(f"Content-Type {kind} isn't taken; send application/json")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > cap:
         raise _too_large(cap)

@@ -65,7 +65,7 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not (scope["path"] in self._open or self._accepts(Headers(scope=scope))):
-            error = InvalidApiKey("A valid API key is needed: send it as `Authorization: Bearer <key>`")
+            error = InvalidApiKey("A valid API key is needed: send it as `Authorization: Bearer <key>` or `X-Api-Key: <key>`")
             await refusal(scope, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -74,7 +74,7 @@ class Keys:
         if not self._digests:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = digest(key.strip() if scheme.lower() == "bearer" else "")
+        given = digest(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip())
         # Every key is compared, each in constant time: the answer's timing says nothing about any of them.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
         return any(matches)

@@ -36,7 +36,7 @@ class Bounds:
     def check_ids(self, ids: List[int], param: str) -> None:
         """Raises for an id beyond the vocabulary: unchecked, it would read or write foreign memory in the engine."""
         if ids and (largest := max(ids)) >= self.vocabulary:
-            message = f"{param}: token id {largest} is beyond the vocabulary of {self.vocabulary}"
+            message = f"{param}: token id {largest} is out of vocabulary, which has {self.vocabulary} ids"
             raise InvalidValue(message, param=param)
 
     def room(self, prompt: int, asked: int | None) -> int:
