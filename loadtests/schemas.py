@@ -258,7 +258,7 @@ async def _drain(lines: Any) -> None:
         pass
 
 
-def measure_mates(url: str, rounds: int, mates: int = 7, tokens: int = 200) -> float:
+def measure_mates(url: str, rounds: int, tokens: int, mates: int = 7) -> float:
     """Median of (beside a grammar) ÷ (beside a free row), after a round that warms up."""
     ratios = []
     for number in range(rounds + 1):
@@ -266,7 +266,10 @@ def measure_mates(url: str, rounds: int, mates: int = 7, tokens: int = 200) -> f
         speeds = {schema is not None: asyncio.run(mates_speed(url, mates, tokens, schema)) for schema in order}
         if number:
             ratios.append(speeds[True] / speeds[False])
-            print(f"round {number}: {speeds[False]:.0f} tok/s beside a free row, {speeds[True]:.0f} beside a grammar")
+            print(
+                f"round {number}: {speeds[False]:.0f} tok/s beside a free row, {speeds[True]:.0f} beside a grammar",
+                flush=True,
+            )
     return statistics.median(ratios)
 
 
@@ -278,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--starter", action="store_true", help="one nested schema on the starter model")
     parser.add_argument("--mates", action="store_true", help="speed of rows beside one with a grammar")
     parser.add_argument("--rounds", type=int, default=7, help="of --mates")
+    parser.add_argument("--tokens", type=int, default=200, help="of each row of --mates")
     parser.add_argument("--models", type=Path, help="folder of the random models; default: a temporary one")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -295,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(asked: argparse.Namespace, url: str) -> bool:
     if asked.mates:
-        share = measure_mates(url, asked.rounds)
+        share = measure_mates(url, asked.rounds, asked.tokens)
         print(f"beside a grammar rows keep {share:.2f} of their speed (bar {MATES_BAR})")
         return share >= MATES_BAR
     count = asked.count or (20 if asked.starter else 200)

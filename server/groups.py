@@ -90,6 +90,10 @@ class Groups:
         """Of every group."""
         return [row for batch in self.batches for row in batch.rows]
 
+    def positions(self) -> int:
+        """Tokens of all rows."""
+        return sum(batch.length(row) for batch in self.batches for row in batch.rows)
+
     def caches(self) -> Caches:
         """Every layer of every group."""
         return [layer for batch in self.batches for layer in batch.caches]

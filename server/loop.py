@@ -65,6 +65,13 @@ def is_fatal(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(sign in text for sign in _FATAL)
 
 
+def room(caches: Caches) -> int:
+    """Positions a row that the largest of these caches has buffers for; 0 where none holds positions."""
+    parts = (part for layer in caches for part in getattr(layer, "caches", None) or [layer])
+    keys = (getattr(part, "keys", None) for part in parts)
+    return max((array.shape[2] for array in keys if isinstance(array, mx.array)), default=0)
+
+
 class Loop:
     """Owned by the engine's main thread."""
 
@@ -87,7 +94,12 @@ class Loop:
         snapshot.step_seconds = self._seconds
         self._prefix = PrefixCache(settings.prefix_cache, snapshot)
         self._prefill = Prefill(
-            loaded.model, self._guard, on_begin=self._begin, on_chunk=self._chunk_done, on_mark=self._keep_prefix
+            loaded.model,
+            self._guard,
+            on_begin=self._begin,
+            on_chunk=self._chunk_done,
+            on_mark=self._keep_prefix,
+            on_start=lambda size: self._enter_shape("chunk", size),
         )
         self._groups = Groups(self._new_batch, loaded, settings.long_group_interval)
         self._grammars = Grammars(Path(start.model_path), loaded.probe.vocab_size)
@@ -273,15 +285,18 @@ class Loop:
         if drawn:
             self._guard.census(*(batch.caches for batch in self._groups.batches))
 
+    def _enter_shape(self, kind: str, size: int) -> None:
+        """The first of its shape may have to be compiled: the server is more patient with it."""
+        self._snapshot.first_shape = (kind, size) not in self._shapes
+        self._shapes.add((kind, size))
+
     def _step_one(self, batch: Batch) -> Drawn:
         if self._faults.spec:
             self._inject(batch)
-        shape = ("step", len(batch))
-        self._snapshot.first_shape = shape not in self._shapes
+        self._enter_shape("step", len(batch))
         started = perf_counter()
         news = self._groups.step(batch)
         seconds = perf_counter() - started
-        self._shapes.add(shape)
         snapshot = self._snapshot
         snapshot.first_shape = False
         snapshot.longest_step_seconds = max(snapshot.longest_step_seconds, seconds)
@@ -326,6 +341,11 @@ class Loop:
                     row.rebuilds = 0
 
     def _publish(self, drawn: list[Drawn], ends: list[End]) -> None:
+        began = perf_counter()
+        self._send_steps(drawn, ends)
+        self._seconds["publish"] += perf_counter() - began
+
+    def _send_steps(self, drawn: list[Drawn], ends: list[End]) -> None:
         started, self._started = self._started, []
         if len(drawn) == 1 and not (ends or started or drawn[0].logprobs):
             self._seam.send(Steps(self._epoch, drawn[0].seqs, drawn[0].tokens))
@@ -395,7 +415,11 @@ class Loop:
         """Bytes of the KV in use. Called when a reading is due, a few times a second."""
         snapshot = self._snapshot
         snapshot.groups = self._groups.state()
-        snapshot.waiting = sum(not reading.begun for reading in self._prefill.readings)
+        readings = self._prefill.readings
+        snapshot.waiting = sum(not reading.begun for reading in readings)
+        snapshot.kv_tokens = self._groups.positions() + sum(reading.done for reading in readings)
+        snapshot.kv_capacity_tokens = sum(len(batch) * room(batch.caches) for batch in self._groups.batches)
+        snapshot.kv_capacity_tokens += sum(room(reading.row.caches) for reading in readings)
         arrays = cache_arrays(self.caches())
         return sum(array.nbytes for array in arrays)
 

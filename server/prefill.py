@@ -109,15 +109,17 @@ class Prefill:
         on_begin: Callable[[Row], tuple[int, list[int]]],
         on_chunk: Callable[[Row, int, float], None],
         on_mark: Callable[[Row, int], None],
+        on_start: Callable[[int], None] = lambda size: None,
     ) -> None:
         """`on_begin(row)` before a sequence's first chunk: gives it caches and says how many tokens they hold and at
-        which lengths a snapshot is due; `on_mark(row, length)` when one is; `on_chunk(row, tokens, seconds)` after
-        each chunk."""
+        which lengths a snapshot is due; `on_mark(row, length)` when one is; `on_start(tokens)` before each chunk and
+        `on_chunk(row, tokens, seconds)` after it."""
         self._model = model
         self._guard = guard
         self._on_begin = on_begin
         self._on_chunk = on_chunk
         self._on_mark = on_mark
+        self._on_start = on_start
         self._pace = Pace()
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
         self.readings: list[Reading] = []
@@ -199,6 +201,7 @@ class Prefill:
         return next(size for size in CHUNKS if size <= limit)
 
     def _chunk(self, reading: Reading, size: int) -> float:
+        self._on_start(size)
         row, started = reading.row, perf_counter()
         try:
             self._forward(row, row.tokens[reading.done : reading.done + size + 1])

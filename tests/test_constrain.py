@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from server.constrain import Grammars, Matcher
 from server.grammar import answer
-from server.messages import Grammar
+from server.messages import MAX_GRAMMAR_SIZE, Grammar
 
 END = 2  # the tokenizer's <|im_end|> and the model's eos
 PADDED = 2100  # logits beyond the tokenizer's 2,048 ids
@@ -131,6 +131,13 @@ def test_a_grammar_that_does_not_compile_says_why_in_one_line(grammars):
     assert "\n" not in str(caught.value)
 
 
+def test_a_grammar_beyond_the_limit_fails_its_row(grammars):
+    numbers = range(MAX_GRAMMAR_SIZE)
+    rules = "\n".join(f'a{number}: "{number}"' for number in numbers)
+    with pytest.raises(ValueError, match="too big"):
+        constrained(grammars, 0, Grammar(f"start: {' | '.join(f'a{number}' for number in numbers)}\n{rules}"))
+
+
 def allowed(matcher):
     bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
@@ -144,7 +151,7 @@ def told(grammars, tokenizer, text, **options):
 
 
 def test_ids_without_a_piece_are_never_allowed(grammars):
-    free = constrained(grammars, 0, Grammar('start: /(?s:.*)/'))
+    free = constrained(grammars, 0, Grammar("start: /(?s:.*)/"))
     assert max(allowed(free.constraint)) < 2048
     assert len(allowed(free.constraint)) > 1500
 

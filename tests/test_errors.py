@@ -91,6 +91,18 @@ async def test_bodies_that_are_no_json_object_are_400(body: bytes) -> None:
             assert ErrorBody.model_validate_json(answer.content).error.code == "invalid_value"
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+async def test_a_form_is_refused_and_json_of_any_name_is_read(kind: str) -> None:
+    async with run_server() as site:
+        body = b'{"prompt": "x", "max_tokens": 1}'
+        answer = await site.client.post("/v1/completions", content=body, headers={"content-type": kind})
+        assert answer.status_code == 400
+        assert "application/json" in answer.json()["error"]["message"]
+        for fine in ("application/json; charset=utf-8", "text/plain"):
+            answer = await site.client.post("/v1/completions", content=body, headers={"content-type": fine})
+            assert answer.status_code == 200
+
+
 async def test_a_large_body_is_413_whether_or_not_its_length_is_told() -> None:
     async def pieces() -> Any:
         for _ in range(100):

@@ -13,6 +13,7 @@ from serving import MODEL, Site, engine, run_server, settings
 from server import logs
 from server.api.security import hostname, read_keys
 from server.errors import StartupError
+from server.settings import is_loopback, load
 
 KEY = {"Authorization": "Bearer secret-1"}
 
@@ -36,6 +37,8 @@ async def test_any_of_several_keys_opens_and_nothing_else_does(tmp_path: Path) -
         for key in ("secret-1", "secret-2", "from-file"):
             assert await status(site, Authorization=f"Bearer {key}") == 200
             assert await status(site, Authorization=f"bearer  {key}") == 200
+            assert await status(site, X_Api_Key=key) == 200
+        assert await status(site, X_Api_Key="secret") == 401
         for header in ("Bearer secret", "Bearer secret-1x", "Bearer", "secret-1", "Basic secret-1", ""):
             assert await status(site, Authorization=header) == 401
         assert await status(site) == 401
@@ -61,6 +64,18 @@ async def test_health_stays_open_and_so_do_metrics_on_loopback() -> None:
         assert await status(site, "/metrics") == 401
         assert await status(site, "/metrics", **KEY) == 200
         assert await status(site, "/ready") == 200
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.1.2.3", "::1"])
+def test_loopback_is_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["127.evil.example", "localhost.evil.example", "0.0.0.0", "::", "10.0.0.1", ""])
+def test_what_only_looks_like_loopback_needs_a_key(host: str) -> None:
+    assert not is_loopback(host)
+    with pytest.raises(StartupError, match="needs --api-key"):
+        load({"host": host})
 
 
 def test_a_key_file_without_keys_is_refused_at_start(tmp_path: Path) -> None:

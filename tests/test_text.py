@@ -484,8 +484,8 @@ FRAGMENTS = [
 
 @settings(max_examples=250, deadline=None)
 @given(
-    st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
-    st.lists(st.sampled_from(["STOP", "\n\n", "TO", "🎉a", "a"]), max_size=3),
+    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=14).map("".join),
+    st.lists(st.sampled_from(["STOP", "\n\n", "TO", "🎉a", "a"]) | st.text(min_size=1, max_size=2), max_size=3),
     st.booleans(),
     st.booleans(),
     st.data(),

@@ -65,7 +65,7 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not (scope["path"] in self._open or self._accepts(Headers(scope=scope))):
-            error = InvalidApiKey("A valid API key is needed: send it as `Authorization: Bearer <key>` or `X-Api-Key: <key>`")
+            error = InvalidApiKey("A valid API key is needed: send it as `Authorization: Bearer <key>` or `X-Api-Key`")
             await refusal(scope, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
