@@ -52,7 +52,7 @@ CLIENTS = [
     Client("openai-3", "openai_python.py", ("openai>=3,<4",)),
     Client("langchain", "langchain_chat.py", ("langchain-openai>=1",)),
     Client("litellm", "litellm_chat.py", ("litellm>=1.70",)),
-    Client("pydantic-ai", "pydantic_ai_agent.py", ("pydantic-ai-slim[openai]>=1",)),
+    Client("pydantic-ai", "pydantic_ai_agent.py", ("pydantic-ai-slim[openai]>=2",)),
     Client("instructor", "instructor_models.py", ("instructor>=1.10",)),
     Client("llm", "llm_command.py", ("llm>=0.26",)),
     # Newer majors of these want Node 22.

@@ -31,6 +31,11 @@ FLUSH_STEPS = 256  # steps whose tokens may wait to be moved into the rows: boun
 Caches = list[Any]
 
 
+def on_host(array: mx.array) -> Any:
+    """The array's values as nested lists; waits for them. MLX's own annotation leaves the depth open."""
+    return array.tolist()
+
+
 class Model(Protocol):
     """An mlx-lm model: `inputs` [B, L] int → logits [B, L, V]; caches are updated in place."""
 
@@ -98,7 +103,9 @@ class _Scores:
 
     def read(self) -> dict[int, TokenLogprobs]:
         """Host values by seq, at once: a kept array would pin the whole [B, V] buffer behind it."""
-        own, best, ids = self.own.tolist(), self.best.tolist(), self.ids.tolist()
+        own: list[float] = on_host(self.own)
+        best: list[list[float]] = on_host(self.best)
+        ids: list[list[int]] = on_host(self.ids)
         found = {}
         for i, row in enumerate(self.rows):
             count = row.sequence.logprobs
@@ -337,7 +344,7 @@ class Batch:
 
         A row whose grammar can't go on is added to `failed`; what it draws meanwhile is nobody's concern.
         """
-        tokens = inputs.tolist()
+        tokens: list[int] = on_host(inputs)
         masks: list[np.ndarray[Any, Any] | None] = []
         for i in self._constrained:
             row = self.rows[i]
@@ -377,7 +384,7 @@ class Batch:
 
     # ------------------------------------------------------------ reading
     def _read(self, inputs: mx.array, scores: _Scores | None) -> Drawn:
-        tokens: list[int] = inputs.tolist()
+        tokens: list[int] = on_host(inputs)
         logprobs = self._logprobs(scores)
         if self._unread:
             return self._read_first(tokens, logprobs)

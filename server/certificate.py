@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default=absent, help="MLX model folder or hub id; absent: the starter model"
     )
-    parser.add_argument("--tokens", type=_number(200), default=TOKENS, metavar="N", help=f"tokens of a run [{TOKENS}]")
+    parser.add_argument("--tokens", type=_number(300), default=TOKENS, metavar="N", help=f"tokens of a run [{TOKENS}]")
     parser.add_argument("--rows", type=_number(2), default=ROWS, metavar="B", help=f"rows at a reading [{ROWS}]")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
     parser.add_argument(

@@ -129,7 +129,7 @@ class PrefixCache:
         return self.enabled and len(tokens) >= WORTH_KEEPING
 
     def _is_kept(self, tokens: list[int], trims: bool) -> bool:
-        """Whether an entry for these tokens is there, or one that can be trimmed to them; it is then as good as used."""
+        """Whether an entry for these tokens is there, or one that trims to them; it is then as good as used."""
         wanted = np.array(tokens, dtype=np.int64)
         for key, entry in self._entries.items():
             longer = len(entry.tokens) > len(wanted)

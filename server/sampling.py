@@ -50,7 +50,8 @@ def uniforms(keys: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]) -> np.
     """[B] float32 in [0, 1), 24 bits each; `keys` uint64 [B], `positions` [B] output positions from 0."""
     with np.errstate(over="ignore"):
         z = _mix(keys + (positions.astype(_U64) + _U64(1)) * _GOLDEN)
-    return (z >> _U64(40)).astype(np.float32) * np.float32(2.0**-24)
+    drawn: np.ndarray[Any, Any] = (z >> _U64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return drawn
 
 
 def is_greedy(sampling: Sampling) -> bool:

@@ -305,6 +305,9 @@ class Generation(Wire):
     return_token_ids: bool | None = Field(
         None, description="the answer says the ids of prompt and answer", examples=[True]
     )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="log probabilities name tokens `token_id:5` instead of spelling them"
+    )
     prompt_logprobs: int | None = Field(
         None,
         ge=0,

@@ -149,6 +149,10 @@ class Tokenizer:
         data = self.token_bytes(token)
         return data.decode("utf-8", "replace"), data
 
+    def piece(self, token: int) -> str:
+        """One token as the vocabulary writes it."""
+        return str(self._hf.convert_ids_to_tokens(token) or "")
+
     def is_special(self, token: int) -> bool:
         return token in self._vocabulary.special
 

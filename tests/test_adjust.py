@@ -47,7 +47,9 @@ WISHES = [
 
 
 def assert_adjusted(adjust, rows, dtype=mx.float32):
-    logits = mx.array(np.float32(np.random.default_rng(len(rows)).standard_normal((len(rows), VOCAB)) * 3)).astype(dtype)
+    logits = mx.array(np.float32(np.random.default_rng(len(rows)).standard_normal((len(rows), VOCAB)) * 3)).astype(
+        dtype
+    )
     before = np.array(logits.astype(mx.float32))
     positions = np.array([one.produced for one in rows])
     after = np.array(adjust.apply(logits, positions).astype(mx.float32))

@@ -33,6 +33,27 @@ async def test_streamed_token_ids_are_the_plain_ones_and_the_prompts_come_first_
     assert [chunk.choices[0].prompt_token_ids is None for chunk in text] == [False, *[True] * (len(text) - 1)]
 
 
+async def test_log_probabilities_can_name_tokens_by_their_ids() -> None:
+    async with run_server() as site:
+        wish = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        text = (await site.complete(**wish, logprobs=1)).json()["choices"][0]
+        chat = (await site.chat(**wish, logprobs=True, top_logprobs=1)).json()["choices"][0]
+    names = [f"token_id:{token}" for token in IDS]
+    assert text["logprobs"]["tokens"] == [entry["token"] for entry in chat["logprobs"]["content"]] == names
+    assert bytes(chat["logprobs"]["content"][0]["bytes"]) == tokenizer().token_bytes(IDS[0])
+    assert all(name.startswith("token_id:") for name in text["logprobs"]["top_logprobs"][0])
+
+
+async def test_a_template_can_be_applied_without_generating() -> None:
+    async with run_server() as site:
+        text = (await site.post("/apply-template", {"messages": USER})).json()["prompt"]
+        asked = {"prompt": text, "add_special_tokens": False, "return_token_strs": True}
+        tokens = (await site.post("/tokenize", asked)).json()
+        assert tokens["tokens"] == (await site.post("/tokenize", {"messages": USER})).json()["tokens"]
+        assert tokens["token_strs"][0] == "<|im_start|>"
+        assert (await site.post("/apply-template", {"prompt": "x"})).status_code == 400
+
+
 async def test_nothing_more_is_told_unless_asked_for() -> None:
     async with run_server() as site:
         chat = ChatCompletion.model_validate((await site.chat()).json())

@@ -70,8 +70,6 @@ def test_what_cannot_be_read_is_refused_by_name(text):
     assert repr(text) in str(caught.value)
 
 
-
-
 @pytest.fixture
 def made(monkeypatch):
     """Faults whose acts are noted instead of done."""

@@ -24,9 +24,7 @@ class Served:
     def __init__(self, rig, budget=AMPLE):
         self.rig, self.snapshot = rig, Snapshot()
         self.prefix = PrefixCache(budget, self.snapshot)
-        self.lane = Prefill(
-            rig.raw, rig.guard, on_begin=self._begin, on_chunk=lambda *_: None, on_mark=self._mark
-        )
+        self.lane = Prefill(rig.raw, rig.guard, on_begin=self._begin, on_chunk=lambda *_: None, on_mark=self._mark)
         self.seq = 0
 
     def _begin(self, one):
@@ -198,7 +196,7 @@ def test_short_prefixes_are_not_worth_it():
     assert len(prefix) == 0
     prefix.insert(prompt(100), kv(100))
     assert prefix.lookup(prompt(100)[: WORTH_KEEPING - 1] + [1, 2, 3]) is None
-    assert prefix.lookup(prompt(100)[: WORTH_KEEPING] + [1, 2, 3])[1] == WORTH_KEEPING
+    assert prefix.lookup(prompt(100)[:WORTH_KEEPING] + [1, 2, 3])[1] == WORTH_KEEPING
 
 
 def test_one_token_at_least_is_left_to_read():

@@ -29,6 +29,7 @@ class ChatForm:
         self._head = head
         self._tokenizer = tokenizer
         self._extras = extras
+        self._spell = extras.spelling(tokenizer)
         self._only_calls = only_calls
         self._echo = echo
         self._before_index = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
@@ -77,7 +78,7 @@ class ChatForm:
     def _scores(self, choice: Choice) -> bytes:
         if self._extras.top_logprobs is None or not choice.scored:
             return b"null"
-        return encode(entries(self._tokenizer, choice.take_scored(), self._extras.top_logprobs))
+        return encode(entries(self._spell, choice.take_scored(), self._extras.top_logprobs))
 
     def last(self, usage: dict[str, Any]) -> bytes:
         return event(self._head | {"choices": [], "usage": usage}) if self._extras.usage else b""
@@ -101,7 +102,7 @@ class ChatForm:
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": entries(self._tokenizer, choice.take_scored(), top) if top is not None else None,
+            "logprobs": entries(self._spell, choice.take_scored(), top) if top is not None else None,
             "finish_reason": choice.finish,
             "token_ids": None,
             **self._extras.ids(choice),

@@ -163,8 +163,11 @@ class CompletionForm:
         choice.begun = True
         return {"index": choice.index, "text": text, "logprobs": scores, "finish_reason": choice.finish}
 
+    def _new_lists(self) -> Lists:
+        return Lists(self.tokenizer, self.extras.top_logprobs or 0, self.extras.spelling(self.tokenizer))
+
     def _scores(self, choice: Choice) -> dict[str, Any] | None:
-        lists = self.lists.setdefault(choice.index, Lists(self.tokenizer, self.extras.top_logprobs or 0))
+        lists = self.lists.setdefault(choice.index, self._new_lists())
         scored = choice.take_scored()
         if not choice.begun and self.echo is not None:
             prompt = lists.prompt(choice.sequence.prompt, choice.prompt_logprobs or [])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.api.answer import Choice
-from server.api.logprobs import LOWEST
+from server.api.logprobs import LOWEST, Spelling, by_id
 from server.schema import Generation
 from server.tokenizer import Tokenizer
 
@@ -28,6 +28,7 @@ class Extras:
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_ids: bool = False
+    names_ids: bool = False
     usage: bool = False
     each_usage: bool = False
 
@@ -36,7 +37,11 @@ class Extras:
         options = request.stream_options
         usage = bool(options and options.include_usage)
         each = usage and bool(options and options.continuous_usage_stats)
-        return cls(top_logprobs, request.prompt_logprobs, bool(request.return_token_ids), usage, each)
+        ids, named = bool(request.return_token_ids), bool(request.return_tokens_as_token_ids)
+        return cls(top_logprobs, request.prompt_logprobs, ids, named, usage, each)
+
+    def spelling(self, tokenizer: Tokenizer) -> Spelling:
+        return by_id(tokenizer) if self.names_ids else tokenizer.spell
 
     def ids(self, choice: Choice) -> dict[str, Any]:
         """The ids of the answer that weren't told yet."""

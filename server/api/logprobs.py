@@ -7,36 +7,38 @@ pure.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from server.api.answer import Scored
 from server.messages import TokenLogprobs
 from server.tokenizer import Tokenizer
 
+Spelling = Callable[[int], tuple[str, bytes]]  # a token as its reader sees it, and its true bytes
 LOWEST = -9999.0  # instead of minus infinity, which is no JSON number
 
 
-def entries(tokenizer: Tokenizer, scored: Sequence[Scored], count: int) -> dict[str, Any]:
+def entries(spell: Spelling, scored: Sequence[Scored], count: int) -> dict[str, Any]:
     """Chat's shape, with `count` alternatives."""
     content = []
     for score in scored:
-        top = [_entry(tokenizer, token, logprob) for token, logprob in score.logprobs.top[:count]]
-        content.append(_entry(tokenizer, score.token, score.logprobs.logprob) | {"top_logprobs": top})
+        top = [_entry(spell, token, logprob) for token, logprob in score.logprobs.top[:count]]
+        content.append(_entry(spell, score.token, score.logprobs.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    text, data = tokenizer.spell(token)
+def _entry(spell: Spelling, token: int, logprob: float) -> dict[str, Any]:
+    text, data = spell(token)
     return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
 
 
 class Lists:
     """The text completion's shape; mutable, one a choice, for the offsets go on from piece to piece."""
 
-    def __init__(self, tokenizer: Tokenizer, count: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, count: int, spell: Spelling | None = None) -> None:
         """`count`: alternatives."""
         self._tokenizer = tokenizer
+        self._spell = spell or tokenizer.spell
         self._count = count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
@@ -44,12 +46,12 @@ class Lists:
     def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The prompt's tokens; nothing comes before the first, so nothing is known of it."""
         rest = [Scored(token, score) for token, score in zip(ids[1:], logprobs, strict=True)]
-        first = {"tokens": [self._tokenizer.spell(ids[0])[0]], "token_logprobs": [None], "top_logprobs": [None]}
+        first = {"tokens": [self._spell(ids[0])[0]], "token_logprobs": [None], "top_logprobs": [None]}
         return merged(first | {"text_offset": [self._advance(ids[0])]}, self.answer(rest))
 
     def answer(self, scored: Sequence[Scored]) -> dict[str, Any]:
         return {
-            "tokens": [self._tokenizer.spell(score.token)[0] for score in scored],
+            "tokens": [self._spell(score.token)[0] for score in scored],
             "token_logprobs": [max(score.logprobs.logprob, LOWEST) for score in scored],
             "top_logprobs": [self._alternatives(score) for score in scored],
             "text_offset": [self._advance(score.token) for score in scored],
@@ -59,7 +61,7 @@ class Lists:
         """By text; of several tokens with the same text the likeliest. The drawn one is always among them."""
         found: dict[str, float] = {}
         for token, logprob in [*score.logprobs.top[: self._count], (score.token, score.logprobs.logprob)]:
-            found.setdefault(self._tokenizer.spell(token)[0], max(logprob, LOWEST))
+            found.setdefault(self._spell(token)[0], max(logprob, LOWEST))
         return found
 
     def _advance(self, token: int) -> int:
@@ -67,6 +69,11 @@ class Lists:
         begin = self._offset
         self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
         return begin
+
+
+def by_id(tokenizer: Tokenizer) -> Spelling:
+    """Tokens named by their ids, for readers who want to know exactly which."""
+    return lambda token: (f"token_id:{token}", tokenizer.token_bytes(token))
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

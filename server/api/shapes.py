@@ -195,7 +195,13 @@ class Tokens(Shape):
     tokens: list[Any] = Field(description="ids, or with `with_pieces` objects of id and piece")
     count: int
     max_model_len: int | None = None
-    token_strs: list[str] | None = None
+    token_strs: list[str] | None = Field(description="with `return_token_strs`: tokens as the vocabulary writes them")
+
+
+class Rendered(Shape):
+    """Answer of POST /apply-template."""
+
+    prompt: str
 
 
 class Text(Shape):

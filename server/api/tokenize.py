@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize.
+"""POST /tokenize, /detokenize and /apply-template.
 
 Owns both customary forms: `content` in, as llama.cpp has it, and `prompt` or `messages` in, as vLLM has it. Tokenising
 happens in the worker thread. Never needs an engine.
@@ -16,7 +16,7 @@ from server.api.openapi import body as documented
 from server.api.openapi import errors
 from server.api.sequences import Bounds
 from server.api.served import Served
-from server.api.shapes import Text, Tokens
+from server.api.shapes import Rendered, Text, Tokens
 from server.errors import InvalidValue
 from server.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from server.tokenizer import Tokenizer
@@ -30,7 +30,6 @@ def routes(served: Served) -> APIRouter:
     @router.post(
         "/tokenize",
         response_model=Tokens,
-        response_model_exclude_none=True,
         responses=errors(400, 404, 413),
         openapi_extra=documented(TokenizeRequest),
     )
@@ -38,6 +37,17 @@ def routes(served: Served) -> APIRouter:
         """Text or a conversation as token ids."""
         content = await body.read(http, served.settings.max_body_bytes)
         return await served.think(encode, served, content)
+
+    @router.post(
+        "/apply-template",
+        response_model=Rendered,
+        responses=errors(400, 404, 413),
+        openapi_extra=documented(TokenizeRequest),
+    )
+    async def apply_template(http: Request) -> Any:
+        """A conversation as the text that the model reads."""
+        content = await body.read(http, served.settings.max_body_bytes)
+        return await served.think(apply, served, content)
 
     @router.post(
         "/detokenize", response_model=Text, responses=errors(400, 404, 413), openapi_extra=documented(DetokenizeRequest)
@@ -60,7 +70,7 @@ def encode(served: Served, content: bytes) -> dict[str, Any]:
         "count": len(ids),
         "max_model_len": Bounds.of(known, served.settings).context if known else served.tokenizer.context,
     }
-    return answer | ({"token_strs": [served.tokenizer.spell(i)[0] for i in ids]} if request.return_token_strs else {})
+    return answer | {"token_strs": [served.tokenizer.piece(i) for i in ids] if request.return_token_strs else None}
 
 
 def _ids(request: TokenizeRequest, served: Served) -> list[int]:
@@ -75,6 +85,14 @@ def _ids(request: TokenizeRequest, served: Served) -> list[int]:
     if request.prompt is not None:
         return tokenizer.encode(request.prompt, special=True, bos=request.add_special_tokens is not False)
     raise InvalidValue("One of content, prompt and messages is needed", param="prompt")
+
+
+def apply(served: Served, content: bytes) -> dict[str, Any]:
+    request = body.validate(TokenizeRequest, content)
+    served.check_model(request.model)
+    if request.messages is None:
+        raise InvalidValue("messages: Field required", param="messages")
+    return {"prompt": served.tokenizer.decode(_ids(request, served), special=True)}
 
 
 def _piece(token: int, tokenizer: Tokenizer) -> dict[str, Any]:

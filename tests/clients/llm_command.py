@@ -13,6 +13,7 @@ MODELS = f"""
 - model_id: marathon
   model_name: {json.dumps(MODEL)}
   api_base: {json.dumps(URL)}
+  api_key_name: marathon
   supports_schema: true
   supports_tools: true
 """

@@ -23,7 +23,7 @@ class City(BaseModel, extra="forbid"):
 async def main() -> None:
     agent = Agent(model, model_settings={"max_tokens": 8, "temperature": 0})
     whole = await agent.run("Say hello.")
-    assert whole.usage.output_tokens if not callable(whole.usage) else whole.usage().output_tokens
+    assert whole.usage.output_tokens
     async with agent.run_stream("Say hello.") as streamed:
         assert await streamed.get_output() == whole.output
     for output in (NativeOutput(City), ToolOutput(City)):
