@@ -122,7 +122,7 @@ class Crowd:
         account = Account(body)
         try:
             await asyncio.wait_for(
-                ask(self._server.port, body, account), rng.choice((0.003, 0.03, 0.3, 1.0)) * rng.random()
+                ask(self._server.port, body, account), rng.choice((0.003, 0.03, 0.3, 1.0, 6.0)) * rng.random()
             )
         except TimeoutError:
             self.outcomes["left"] += 1

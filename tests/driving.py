@@ -8,9 +8,9 @@ from collections import defaultdict
 
 import mlx.core as mx
 import numpy as np
-from loadtests import zoo
 from mlx_lm.models.cache import make_prompt_cache
 
+from loadtests import zoo
 from server.batching import Batch, Row
 from server.cache_guard import Guard, cache_arrays
 from server.messages import Sampling, Sequence, Snapshot

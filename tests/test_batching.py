@@ -1,7 +1,5 @@
 """Rows that share a forward pass get the text, the ends and the logprobs that they get alone."""
 
-import gc
-
 import mlx.core as mx
 import numpy as np
 import pytest

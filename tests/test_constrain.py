@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from driving import Rig, prompt, row
-from loadtests import zoo
 from tokenizers import Tokenizer
 
+from loadtests import zoo
 from server.constrain import Grammars, Matcher
 from server.grammar import answer
 from server.messages import MAX_GRAMMAR_SIZE, Grammar

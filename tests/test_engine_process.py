@@ -146,7 +146,7 @@ def test_the_life_of_an_engine(start, alone):
     assert (ready.epoch, ready.pid) == (EPOCH, engine.process.pid)
     assert (ready.vocab_size, ready.batching, ready.context) == (2048, "batched", 32768)
     assert ready.model_type == "llama"
-    assert [event.stage for _, event in engine.progress][0] == "starting"
+    assert engine.progress[0][1].stage == "starting"
     assert {"loading", "probing"} <= {event.stage for _, event in engine.progress}
 
     rows = [row(seq, prompt(length), max_tokens=12) for seq, length in enumerate((5, 1, 40, 300, 9, 70))]

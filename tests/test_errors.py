@@ -91,14 +91,15 @@ async def test_bodies_that_are_no_json_object_are_400(body: bytes) -> None:
             assert ErrorBody.model_validate_json(answer.content).error.code == "invalid_value"
 
 
-@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
-async def test_a_form_is_refused_and_json_of_any_name_is_read(kind: str) -> None:
+async def test_a_form_is_refused_and_json_of_any_name_is_read() -> None:
     async with run_server() as site:
         body = b'{"prompt": "x", "max_tokens": 1}'
-        answer = await site.client.post("/v1/completions", content=body, headers={"content-type": kind})
+        answer = await site.client.post(
+            "/v1/completions", content=body, headers={"content-type": "multipart/form-data; boundary=x"}
+        )
         assert answer.status_code == 400
         assert "application/json" in answer.json()["error"]["message"]
-        for fine in ("application/json; charset=utf-8", "text/plain"):
+        for fine in ("application/json; charset=utf-8", "text/plain", "application/x-www-form-urlencoded"):
             answer = await site.client.post("/v1/completions", content=body, headers={"content-type": fine})
             assert answer.status_code == 200
 

@@ -150,7 +150,7 @@ def test_the_shortest_group_is_in_every_iteration_and_k_is_the_smallest_that_hel
     assert every[0] == 1
     assert all(1 <= k <= most for k in every)
     rest = sum(seconds[1:])
-    if len(every) > 1 and 1 < (k := every[1]):
+    if len(every) > 1 and (k := every[1]) > 1:
         assert rest / (k - 1) > seconds[0]
 
 

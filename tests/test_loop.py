@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from driving import Rig, model, prompt, row
@@ -41,7 +42,7 @@ class Calm:
     """A residency that never has anything to say."""
 
     source = SimpleNamespace(name="off", limit=None, raw=lambda: None)
-    acts: list = []
+    acts: ClassVar[list] = []
 
     def tick(self, take_stock):
         acts, self.acts = self.acts, []
@@ -360,9 +361,10 @@ def test_a_row_that_always_fails_ends_alone(alone):
 
 
 def test_a_prompt_that_can_not_be_read_ends_alone(alone):
-    engine = Engine(fault=lambda inputs: ValueError("boom") if inputs.shape[1] == 76 else None)
+    bad = 1999
+    engine = Engine(fault=lambda inputs: ValueError("boom") if bad in inputs.tolist()[0] else None)
     rows = some_rows(5, 40, first=1)
-    engine.submit(row(0, prompt(77), max_tokens=8))
+    engine.submit(row(0, [bad, *prompt(77)], max_tokens=8))
     for one in rows:
         engine.submit(one)
     engine.run()

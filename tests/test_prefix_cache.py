@@ -195,8 +195,8 @@ def test_short_prefixes_are_not_worth_it():
     prefix.insert(prompt(100)[: WORTH_KEEPING - 1], kv(WORTH_KEEPING - 1))
     assert len(prefix) == 0
     prefix.insert(prompt(100), kv(100))
-    assert prefix.lookup(prompt(100)[: WORTH_KEEPING - 1] + [1, 2, 3]) is None
-    assert prefix.lookup(prompt(100)[:WORTH_KEEPING] + [1, 2, 3])[1] == WORTH_KEEPING
+    assert prefix.lookup([*prompt(100)[: WORTH_KEEPING - 1], 1, 2, 3]) is None
+    assert prefix.lookup([*prompt(100)[:WORTH_KEEPING], 1, 2, 3])[1] == WORTH_KEEPING
 
 
 def test_one_token_at_least_is_left_to_read():
@@ -223,7 +223,7 @@ def test_of_entries_that_can_be_trimmed_only_the_longest_stays():
     assert kept(prefix) == [200]
     prefix.insert(prompt(200)[:150], kv(150))
     assert kept(prefix) == [200]
-    prefix.insert(prompt(200)[:150] + [1, 2, 3], kv(153))
+    prefix.insert([*prompt(200)[:150], 1, 2, 3], kv(153))
     assert kept(prefix) == [153, 200]
 
 

@@ -17,7 +17,7 @@ from server.errors import InvalidValue, RequestTooLarge
 from server.schema import refusal
 
 Model = TypeVar("Model", bound=BaseModel)
-FORMS = frozenset({"application/x-www-form-urlencoded", "multipart/form-data"})
+FORM = "multipart/form-data"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -25,10 +25,11 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 async def read(request: Request, cap: int) -> bytes:
     """The whole body. Raises RequestTooLarge as soon as it is known to be beyond the cap.
 
-    A form is refused, whatever is in it: it is what pages of other sites can send without asking.
+    The type that `curl -d` names when nobody tells it better is taken; pages of other sites, which can send it too,
+    are held off by their Origin.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in FORMS:
+    if kind == FORM:
         raise InvalidValue(f"Content-Type {kind} isn't taken; send application/json")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > cap:
