@@ -34,7 +34,7 @@ serve: install
 	@exec $(BIN)/marathon serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .

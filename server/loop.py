@@ -31,6 +31,7 @@ from server.messages import (
     Preempted,
     Reclaim,
     Rotate,
+    Sequence,
     Snapshot,
     Start,
     Started,
@@ -70,6 +71,21 @@ def room(caches: Caches) -> int:
     parts = (part for layer in caches for part in getattr(layer, "caches", None) or [layer])
     keys = (getattr(part, "keys", None) for part in parts)
     return max((array.shape[2] for array in keys if isinstance(array, mx.array)), default=0)
+
+
+def unfit(sequence: Sequence, generated: list[int], vocabulary: int) -> str:
+    """Why a sequence can't run here, or nothing. An id that the model doesn't have would fail its batch mates' pass."""
+    if not sequence.prompt:
+        return "the prompt is empty"
+    parts = {
+        "prompt": sequence.prompt + generated,
+        "stop_ids": sequence.stop_ids,
+        "logit_bias": sequence.sampling.logit_bias,
+    }
+    for name, ids in parts.items():
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            return f"{name} has an id that the model doesn't have, which has {vocabulary}"
+    return ""
 
 
 class Loop:
@@ -163,6 +179,9 @@ class Loop:
     # ------------------------------------------------------------ rows in and out
     def _submit(self, command: Submit) -> None:
         sequence = command.sequence
+        if fault := unfit(sequence, command.generated, self._loaded.probe.vocab_size):
+            self._seam.send(Failed(self._epoch, command.seq, "row", fault))
+            return
         row = Row(
             command.seq,
             sequence,
@@ -185,7 +204,9 @@ class Loop:
         self._snapshot.cached_tokens += min(row.cached, len(row.sequence.prompt))
         if not row.sequence.prompt_logprobs:
             self._started.append(Started(row.seq, min(row.cached, len(row.sequence.prompt))))
-        return row.cached, [*row.sequence.marks, len(row.tokens) - 1]
+        # Also of a continued row the prompt alone: its fellow choices and the next turn begin with it.
+        ends = {len(row.sequence.prompt) - 1, len(row.tokens) - 1}
+        return row.cached, sorted(ends.union(row.sequence.marks))
 
     def _new_caches(self) -> Caches:
         caches: Caches = make_prompt_cache(self._loaded.model)
@@ -194,6 +215,7 @@ class Loop:
     def _drop(self, seq: int) -> None:
         """Forget a row wherever it is; a row that is gone already is no news."""
         row = self._rows.pop(seq, None)
+        self._rebuilt.discard(seq)
         if future := self._compiling.pop(seq, None):
             future.cancel()
         if row is not None and self._prefill.remove(seq) is None:

@@ -268,6 +268,29 @@ def test_the_newest_row_is_preempted_and_the_oldest_never(alone):
     assert engine.loop._rows == {}
 
 
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"tokens": []}, "empty"),
+        ({"tokens": [5, 2048]}, "prompt"),
+        ({"tokens": [-1]}, "prompt"),
+        ({"tokens": [5], "stop_ids": [2, 9999], "min_tokens": 3}, "stop_ids"),
+        ({"tokens": [5], "logit_bias": {2048: 1.0}}, "logit_bias"),
+    ],
+)
+def test_a_sequence_that_can_not_run_fails_before_it_meets_others(alone, broken, why):
+    engine = Engine()
+    mate = row(1, prompt(9), max_tokens=8)
+    engine.submit(mate)
+    engine.turn(2)
+    engine.submit(row(0, **broken))
+    engine.submit(row(2, [5]), generated=[7, 2048])
+    engine.run()
+    assert why in engine.failed.pop(0).message
+    assert "prompt" in engine.failed.pop(2).message
+    assert_all_right(engine, [mate], alone)
+
+
 # ---------------------------------------------------------------- grammars
 class Never:
     """Grammars that are still being compiled."""
