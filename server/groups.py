@@ -17,7 +17,7 @@ from server.messages import GroupState
 from server.model import Loaded
 
 REGROUP_STEPS = 256  # iterations between two looks at the grouping; KV grows by as many positions
-WORTH = 0.9  # a new grouping must move less than this share of the old one's bytes: moving rows copies their KV
+WORTH = 0.6  # a grouping must move less than this share of a simpler one's bytes: moving rows copies their KV
 SLOWED = 2.0  # short groups may be slowed by this factor before long ones are stepped less often
 _MEMORY = 0.2
 
@@ -136,7 +136,7 @@ class Groups:
             options = [[*group, i] for group in groups]
             added = [self._bytes(new, lengths) - self._bytes(new[:-1], lengths) for new in options]
             alone = self._bytes([i], lengths)
-            if added and min(added) <= alone:
+            if added and WORTH * min(added) <= alone:
                 groups[added.index(min(added))].append(i)
             else:
                 groups.append([i])
