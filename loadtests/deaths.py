@@ -46,7 +46,7 @@ async def _killed(scene: Scene, kills: int, *, during_resume: bool) -> Findings:
                 await crew.leave()
         findings = scene.findings(server, "kills", len(times))
     _tell(findings, crew, times)
-    findings.problems += sentinel.problems()
+    findings.watch(sentinel)
     return findings
 
 
@@ -147,7 +147,7 @@ async def _broken_inside(scene: Scene, act: str, **options: object) -> Findings:
         limits = findings.thresholds("kill_stalled")
         findings.figures["longest stall limit s"] = max(limits, default=float("nan"))
         findings.problems += late_kills(list(sentinel.deaths.values()), crew, limits)
-    findings.problems += sentinel.problems()
+    findings.watch(sentinel)
     return findings
 
 
@@ -220,8 +220,8 @@ async def zombies(scene: Scene) -> Findings:
                 await crew.leave()
         findings = scene.findings(server, "faults", len(signs))
     _tell(findings, crew, list(sentinel.deaths.values()))
-    findings.figures["samples"] = len(sentinel.samples)
-    findings.problems += late + sentinel.problems()
+    findings.problems += late
+    findings.watch(sentinel)
     return findings
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from loadtests import harness, process_tree
 from loadtests.harness import Server
+from loadtests.sentinel import Sentinel
 
 _LABEL = re.compile(r'"([^"]*)"')
 
@@ -42,6 +43,11 @@ class Findings:
         self.notes += other.notes
         self.actions += other.actions
         self.lost = other.lost
+
+    def watch(self, sentinel: Sentinel) -> None:
+        """What a sentinel has seen, once it has left."""
+        self.figures |= {"samples": len(sentinel.samples), "slowest sample s": sentinel.slowest()}
+        self.problems += sentinel.problems()
 
     def restarts(self, reason: str) -> float:
         return self.lost.get(reason, 0)

@@ -49,6 +49,7 @@ class Sentinel:
         self.deaths: dict[int, float] = {}  # when the engine of that pid ended
         self.failures: list[str] = []
         self._port = port
+        self._asked = ""
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._watch, daemon=True)]
         self._known: set[int] = set()
@@ -69,7 +70,8 @@ class Sentinel:
             try:
                 self._sample(connection, began)
             except (OSError, http.client.HTTPException, ValueError) as error:
-                self.failures.append(f"no answer: {error!r}")
+                died = max(self.deaths.values(), default=began)
+                self.failures.append(f"{self._asked} gave {error!r}, {began - died:.1f} s after the last engine's end")
                 connection.close()
             sleep(max(0.0, PERIOD - (monotonic() - began)))
 
@@ -84,8 +86,8 @@ class Sentinel:
             self._threads.append(threading.Thread(target=self._await_end, args=(pid,), daemon=True))
             self._threads[-1].start()
 
-    @staticmethod
-    def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, bytes]:
+    def _get(self, connection: http.client.HTTPConnection, path: str) -> tuple[int, bytes]:
+        self._asked = path
         connection.request("GET", path)
         response = connection.getresponse()
         return response.status, response.read()
@@ -103,6 +105,10 @@ class Sentinel:
                 os.close(fd)
 
     # ------------------------------------------------------------ afterwards
+    def slowest(self) -> float:
+        """Seconds of the longest round."""
+        return max((sample.answered - sample.sent for sample in self.samples), default=float("nan"))
+
     def problems(self) -> list[str]:
         """Every answer that was untrue, and how often there was none."""
         failures = (
