@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import server
-from server import certificate
+from server import certificate, faults
 from server.errors import StartupError
 from server.settings import ENV_PREFIX, EngineSettings, Limits, Logs, Serving, Settings, load, option
 
@@ -98,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if command == "certify":
             sys.exit(certify(options))
-        run(command, load(options, config))
+        settings = load(options, config)
+        faults.parse(settings.faults)
+        run(command, settings)
     except StartupError as error:
         sys.exit(_complain(str(error)))
     except KeyboardInterrupt:
