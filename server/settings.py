@@ -69,7 +69,7 @@ class Limits(BaseModel):
     request_timeout_seconds: float | None = Field(None, gt=0, description="deadline of a request, queue included")
     keepalive_seconds: float = Field(10, gt=0, description="silence on a stream before a keep-alive comment")
     send_timeout_seconds: float = Field(60, gt=0, description="a reader that takes nothing for so long is dropped")
-    drain_seconds: float = Field(10, ge=0, description="how long running generations may go on after SIGTERM")
+    drain_seconds: float = Field(8, ge=0, description="how long running generations may go on after SIGTERM")
 
 
 class EngineSettings(BaseModel):

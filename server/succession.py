@@ -31,7 +31,8 @@ from server.settings import Settings
 from server.watch import GOOD_LIFE, HASTY_ROTATIONS, Backoff, RotationPace, StallLimit
 
 FAILED_STARTS = 3  # in a row, until requests are told that there is no engine
-DRAIN_SECONDS = 10.0  # for an engine to leave in good order
+DRAIN_SECONDS = 10.0  # for an engine to leave in good order before the next one starts
+LEAVE_SECONDS = 2.0  # and when the server itself ends: nobody needs its memory back in order
 BURY_SECONDS = 20.0  # for a killed one to give its memory back
 HASTY_DEATH_SECONDS = 2.0  # longest pause after an engine that had been ready
 _KEPT_ACTIONS = 100
@@ -268,7 +269,8 @@ class Succession:
             link.kill()
             return
         link.send(messages.Drain(link.epoch))
-        self._overdue = asyncio.get_running_loop().call_later(DRAIN_SECONDS, link.kill)
+        seconds = LEAVE_SECONDS if self.ending == "stop" else DRAIN_SECONDS
+        self._overdue = asyncio.get_running_loop().call_later(seconds, link.kill)
 
     async def watch(self) -> None:
         """Ends engines that are stuck; for ever."""

@@ -775,7 +775,7 @@ async def test_generations_survive_a_death_during_the_drain(fake, counts):
 
 @pytest.mark.parametrize("moment", ["loading", "pausing", "stuck"])
 async def test_a_stop_leaves_nothing_at_any_moment(fake, counts, moment, monkeypatch):
-    monkeypatch.setattr(succession, "DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(succession, "LEAVE_SECONDS", 0.05)
     before = len(os.listdir("/dev/fd"))
     if moment == "loading":
         fake.load_seconds = 60
