@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
 
 from server.batching import Batch, Caches, Drawn, Row
 from server.messages import GroupState
@@ -248,6 +251,10 @@ class Groups:
         self._every = {id(batch): k for batch, k in zip(self.batches, every, strict=True)}
 
     # ------------------------------------------------------------ facts
+    def growth(self) -> int:
+        """Bytes that the caches will take with the next step beyond what they hold."""
+        return sum(growth(part) for layer in self.caches() for part in getattr(layer, "caches", None) or [layer])
+
     def state(self) -> list[GroupState]:
         """For /debug/batches and the metrics."""
         return [
@@ -260,3 +267,14 @@ class Groups:
             )
             for batch in self.batches
         ]
+
+
+def growth(part: Any) -> int:
+    """Bytes that one of mlx-lm's caches takes with the next position. It holds room for more positions than it uses,
+    and grows by `step` once that is used up; 0 for caches of another kind."""
+    keys, step, most = getattr(part, "keys", None), getattr(part, "step", 0), getattr(part, "max_size", None)
+    if not isinstance(keys, mx.array) or not step or (most and keys.shape[2] >= most):
+        return 0
+    used = getattr(part, "_idx", None)  # of a batch, whose `offset` is an array
+    used = part.offset - getattr(part, "start_position", 0) if used is None else used
+    return (keys.nbytes + part.values.nbytes) * step // keys.shape[2] if used >= keys.shape[2] else 0

@@ -236,6 +236,7 @@ class Loop:
         try:
             self._enforce_limit()
             self._join(self._read_prompts())
+            self._residency_turn()
             self._step(drawn)
         except ChunkFailed as failure:
             self._survive(failure.__cause__ or failure, [failure.row])
@@ -243,7 +244,6 @@ class Loop:
             self._survive(error, self._groups.stepping)
         self._deliver(drawn)  # also what groups drew before another one failed
         self._waiting = self._pulse.count == before
-        self._residency_turn()
 
     def _enforce_limit(self) -> None:
         if self._enforced and (self._residency.source.raw() or 0) > self._enforced:
@@ -426,8 +426,12 @@ class Loop:
     def _residency_turn(self) -> None:
         snapshot = self._snapshot
         snapshot.rows, snapshot.prefilling = self._groups.rows, len(self._prefill)
-        for act in self._residency.tick(self._take_stock):
-            self._execute(act)
+        while True:
+            rows = len(self._rows)
+            for act in self._residency.tick(self._take_stock, self._groups.growth):
+                self._execute(act)
+            if len(self._rows) == rows:  # nobody had to go: there is room for the next step
+                return
 
     def caches(self) -> Caches:
         """Of every row, decoding or still reading its prompt."""

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 PERIOD_SECONDS = 0.25
 SETTLE_STEPS = 512  # decode steps between two drops of the pool
 HIGH_SECONDS = 1.0  # between two settled readings while the raw one is high
+NEAR = 0.5  # share of the bytes that must not wait from which it's worth asking what the next step takes
 CPU_SHARE = 0.8  # of the memory, where the device is the CPU: what MLX takes too, but control groups count
 
 
@@ -128,6 +129,7 @@ class Residency:
         self._buffers, self._bytes = Slope(), Slope()
         self._due = self._settled_time = -math.inf
         self._settled_steps = self._last_steps = -1
+        self._growth = 0  # bytes that the next step takes
         snapshot.memory_limit_bytes, snapshot.pool_limit_bytes = self.memory_limit, pool_limit()
 
     @classmethod
@@ -139,13 +141,16 @@ class Residency:
         log.log(level, "live buffers: %s", source.reason or f"{source.name}, limit {source.limit}")
         return residency
 
-    def tick(self, kv_bytes: Callable[[], int]) -> list[Act]:
+    def tick(self, kv_bytes: Callable[[], int], growth: Callable[[], int] = lambda: 0) -> list[Act]:
         """Call once an iteration, idle ones too; costs next to nothing until a reading is due.
 
+        `growth` says what the step that follows will take: memory is given back before it's exceeded, not after.
         Returns what is due: hand a `reclaim` back through `reclaim`, do what else there is.
         """
-        now = self._clock()
-        if now < self._due and mx.get_active_memory() < self.pressure.urgent_bytes(self.memory_limit):
+        now, active = self._clock(), mx.get_active_memory()
+        urgent = self.pressure.urgent_bytes(self.memory_limit)
+        self._growth = growth() if active >= NEAR * urgent else 0
+        if now < self._due and active + self._growth < urgent:
             return []
         self._due = now + PERIOD_SECONDS
         self._read(kv_bytes(), now)
@@ -241,7 +246,7 @@ class Residency:
         if fresh and snapshot.live_settled is not None and self.source.limit is not None:
             rising = self._buffers.fit is not None and self._buffers.fit.rising
             readings.append(Reading(BUFFERS, snapshot.live_settled, self.source.limit, rising))
-        readings.append(Reading(BYTES, snapshot.active_bytes, self.memory_limit))
+        readings.append(Reading(BYTES, snapshot.active_bytes + self._growth, self.memory_limit))
         return readings
 
     def _publish_slopes(self) -> None:

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from itertools import count
 
+import mlx.core as mx
 import pytest
-from driving import Rig, prompt, row
+from driving import Rig, model, prompt, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 
-from server.groups import Groups, intervals, moved, partition
+from server.groups import Groups, growth, intervals, moved, partition
 
 
 @dataclass
@@ -333,3 +335,29 @@ def test_text_stays_the_same_as_rows_are_moved_between_groups(family):
         assert len(rig.logprobs[one.seq]) == (one.sequence.max_tokens if one.seq % 2 else 0)
         if one.seq in plain:
             assert rig.tokens[one.seq] == plain[one.seq][0]
+
+
+# ---------------------------------------------------------------- what the next step takes
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "falcon_h1"])
+def test_the_bytes_of_the_next_step_are_known_before_it(family, rows):
+    raw = model(family)
+    singles = [make_prompt_cache(raw) for _ in range(rows)]
+    for i, caches in enumerate(singles):
+        raw(mx.array([prompt(250 + i)]), cache=caches)
+    caches = singles[0] if rows == 1 else [layer[0].merge(list(layer)) for layer in zip(*singles, strict=True)]
+    parts = [part for layer in caches for part in getattr(layer, "caches", None) or [layer]]
+
+    def held():
+        return sum(part.keys.nbytes + part.values.nbytes for part in parts if hasattr(part, "keys"))
+
+    took = 0
+    for _ in range(10):
+        before, ahead = held(), sum(map(growth, parts))
+        mx.eval(raw(mx.array([[5]] * rows), cache=caches))
+        if ahead:
+            assert held() - before == pytest.approx(ahead, rel=0.03)  # an uneven length is cut before it grows
+        else:
+            assert held() <= before  # a window that a long prompt had widened is cut
+        took += ahead
+    assert took

@@ -44,7 +44,7 @@ class Calm:
     source = SimpleNamespace(name="off", limit=None, raw=lambda: None)
     acts: ClassVar[list] = []
 
-    def tick(self, take_stock):
+    def tick(self, take_stock, growth):
         acts, self.acts = self.acts, []
         take_stock()
         return acts

@@ -388,6 +388,20 @@ def test_a_reclaim_that_the_server_asked_for_reads_again_and_asks_for_nothing():
     assert rig.snapshot.action_counts == {"flush": 1, "evict_prefix": 1, "clear_pool": 1}
 
 
+def test_what_the_next_step_takes_counts_before_it_is_taken():
+    weights = mx.zeros(10_000_000)
+    mx.eval(weights)
+    limit = mx.get_active_memory() * 4 // 3  # 75 % are in use
+    rig = Rig(memory_limit=limit)
+    rig.step()
+    assert rig.residency.tick(lambda: 0, lambda: limit // 10) == []
+    (act,) = rig.residency.tick(lambda: 0, lambda: limit // 4)
+    assert act.name == Verb.RECLAIM
+    assert names(rig.reclaim(act)) == [Verb.PREEMPT]
+    assert rig.snapshot.active_bytes < 0.8 * limit
+    assert weights.size
+
+
 def test_an_eviction_that_found_nothing_is_no_action():
     rig = Rig()
     rig.residency.reclaim(lambda: None, lambda: 0)
