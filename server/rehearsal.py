@@ -12,10 +12,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.generate import BatchGenerator
 
 from server.cache_guard import cache_arrays, census, pending_leaves
@@ -214,12 +215,13 @@ class _Script(Seam):
 def play(plan: Plan, loaded: Loaded, gauge: Gauge, **values: Any) -> Run:
     """The plan in Marathon's own loop, with other settings if given; the user's environment has no say.
 
-    Prefixes aren't kept, so that all that is held is held by rows, and prefill isn't held up, so that a slow machine
-    plays no other run than a quick one.
+    Prefixes aren't kept, so that all that is held is held by rows. Prefill isn't held up and rows stay in one group,
+    so that a slow machine plays no other run than a quick one: each way of grouping holds another number of buffers.
     """
     run = Run()
     fixed = {"prefix_cache": 0, "live_buffers": "off", "prefill_stall_ms": 60_000}
-    _perform(plan, loaded, gauge, from_json(json.dumps(fixed | values)), run)
+    probe = msgspec.structs.replace(loaded.probe, group_bytes=_FOREVER << 30)  # a second group never pays
+    _perform(plan, replace(loaded, probe=probe), gauge, from_json(json.dumps(fixed | values)), run)
     _drop_garbage()
     return run
 
