@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections import defaultdict
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from server.batching import Batch, Caches, Drawn, Row
 from server.cache_guard import Guard, cache_arrays, settle
+from server.cohort import Cohorts
 from server.constrain import Grammars, Matcher
 from server.faults import Faults
 from server.groups import Groups
@@ -40,7 +42,7 @@ from server.messages import (
 )
 from server.model import Loaded
 from server.prefill import ChunkFailed, Prefill
-from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, common_prefix
+from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, common_prefix, parts
 from server.pressure import BUFFERS, Act, Verb
 from server.residency import Residency
 from server.seam import Pulse, Seam
@@ -68,8 +70,7 @@ def is_fatal(error: BaseException) -> bool:
 
 def room(caches: Caches) -> int:
     """Positions a row that the largest of these caches has buffers for; 0 where none holds positions."""
-    parts = (part for layer in caches for part in getattr(layer, "caches", None) or [layer])
-    keys = (getattr(part, "keys", None) for part in parts)
+    keys = (getattr(part, "keys", None) for part in parts(caches))
     return max((array.shape[2] for array in keys if isinstance(array, mx.array)), default=0)
 
 
@@ -77,12 +78,12 @@ def unfit(sequence: Sequence, generated: list[int], vocabulary: int) -> str:
     """Why a sequence can't run here, or nothing. An id that the model doesn't have would fail its batch mates' pass."""
     if not sequence.prompt:
         return "the prompt is empty"
-    parts = {
+    given = {
         "prompt": sequence.prompt + generated,
         "stop_ids": sequence.stop_ids,
         "logit_bias": sequence.sampling.logit_bias,
     }
-    for name, ids in parts.items():
+    for name, ids in given.items():
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
             return f"{name} has an id that the model doesn't have, which has {vocabulary}"
     return ""
@@ -116,7 +117,11 @@ class Loop:
             on_chunk=self._chunk_done,
             on_mark=self._keep_prefix,
             on_start=lambda size: self._enter_shape("chunk", size),
+            cohorts=Cohorts(loaded.probe.reads, self._spares),
         )
+        fresh = self._new_caches()
+        windows = [size for part in parts(fresh) if (size := getattr(part, "max_size", None))]
+        self._trims_below = min(windows, default=sys.maxsize) if can_trim(fresh) else 0
         self._groups = Groups(self._new_batch, loaded, settings.long_group_interval)
         self._grammars = Grammars(Path(start.model_path), loaded.probe.vocab_size)
         self._compiling: dict[int, Future[Matcher]] = {}
@@ -204,9 +209,19 @@ class Loop:
         self._snapshot.cached_tokens += min(row.cached, len(row.sequence.prompt))
         if not row.sequence.prompt_logprobs:
             self._started.append(Started(row.seq, min(row.cached, len(row.sequence.prompt))))
-        # Also of a continued row the prompt alone: its fellow choices and the next turn begin with it.
+        return row.cached, self._ends(row)
+
+    def _ends(self, row: Row) -> list[int]:
+        """Lengths at which a snapshot is due, also of a continued row the prompt alone: its fellow choices and the
+        next turn begin with it. Caches that can be trimmed need no others."""
         ends = {len(row.sequence.prompt) - 1, len(row.tokens) - 1}
-        return row.cached, sorted(ends.union(row.sequence.marks))
+        if not self._trims(row):
+            ends.update(mark for mark in row.sequence.marks if mark >= WORTH_KEEPING)
+        return sorted(ends)
+
+    def _trims(self, row: Row) -> bool:
+        """Whether the row's caches can still be trimmed once its prompt is read."""
+        return len(row.tokens) < self._trims_below
 
     def _new_caches(self) -> Caches:
         caches: Caches = make_prompt_cache(self._loaded.model)
@@ -239,7 +254,7 @@ class Loop:
             self._residency_turn()
             self._step(drawn)
         except ChunkFailed as failure:
-            self._survive(failure.__cause__ or failure, [failure.row])
+            self._survive(failure.__cause__ or failure, failure.rows)
         except Exception as error:
             self._survive(error, self._groups.stepping)
         self._deliver(drawn)  # also what groups drew before another one failed
@@ -385,6 +400,15 @@ class Loop:
         tokens = row.tokens[:length]
         if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)):
             self._prefix.insert_copy(tokens, row.caches)
+
+    def _spares(self, row: Row, mate: Row) -> bool:
+        """Whether what will be kept of `mate` spares `row` much of its prompt, beyond what is kept already."""
+        if not self._prefix.enabled or row.tokens[:WORTH_KEEPING] != mate.tokens[:WORTH_KEEPING]:
+            return False
+        shared = min(common_prefix(row.tokens, mate.tokens), len(row.tokens) - 1)
+        if not self._trims(mate):
+            shared = max((mark for mark in self._ends(mate) if mark <= shared), default=0)
+        return shared - self._prefix.reach(row.tokens) >= WORTH_KEEPING
 
     def _is_awaited(self, tokens: list[int]) -> bool:
         waiting = (reading.row.tokens for reading in self._prefill.readings if not reading.begun)

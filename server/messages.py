@@ -82,6 +82,9 @@ class LayerCost(msgspec.Struct, frozen=True, array_like=True):
         return self.constant + self.per_position * (min(positions, self.cap) if self.cap else positions)
 
 
+ReadsTogether = Literal["padded", "even", "alone"]
+
+
 class Probe(msgspec.Struct, frozen=True):
     """What trying the loaded model out has shown. The same in every engine of a server, so a later engine takes it
     from the first."""
@@ -91,6 +94,7 @@ class Probe(msgspec.Struct, frozen=True):
     row_cost: list[LayerCost]
     chunk_peak_bytes: int  # measured peak of one prefill chunk above the caches
     group_bytes: int  # what a step costs before any KV, in bytes of memory traffic
+    reads: ReadsTogether = "alone"  # how prompts may share a forward pass
 
 
 # ---------------------------------------------------------------- server → engine

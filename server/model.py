@@ -9,6 +9,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,7 +22,8 @@ from mlx_lm.utils import load_model
 
 from server.cache_guard import cache_arrays, pinned_bytes
 from server.errors import StartupError
-from server.messages import LARGEST_CHUNK, LayerCost, Probe
+from server.messages import LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
+from server.together import read_together
 
 log = logging.getLogger("marathon.engine")
 
@@ -84,7 +86,7 @@ def try_out(model: nn.Module, weights_bytes: int) -> Probe:
     if batching != "batched":
         log.warning("the model runs in groups of one: %s", batching)
     traffic = max(weights_bytes, int(_step_seconds(model) * _bandwidth()))
-    return Probe(vocab, batching, row_cost(model), _chunk_peak(model), traffic)
+    return Probe(vocab, batching, row_cost(model), _chunk_peak(model), traffic, reads_together(model, batching))
 
 
 def _first_line(error: Exception) -> str:
@@ -135,6 +137,46 @@ def _batching(model: nn.Module) -> tuple[int, str]:
             f"batched logits differ from those of a row alone by {apart:.3g}, of which {allowed:.3g} is rounding",
         )
     return vocab, "batched"
+
+
+def reads_together(model: nn.Module, batching: str) -> ReadsTogether:
+    """How prompts of different lengths give the same logits read together and alone: at first from nothing, then on
+    caches of different lengths. A model whose rows are decoded alone reads alone."""
+    if batching != "batched":
+        return "alone"
+    prompts = [[(step * i + 5) % 50 + 1 for i in range(length)] for step, length in ((3, 26), (7, 20), (11, 24))]
+    alone = [_next(model, prompt[-1:], _prefilled(model, prompt[:-1]))[0] for prompt in prompts]
+    noise = max(_distance(_whole(model, prompt), logits) for prompt, logits in zip(prompts, alone, strict=True))
+    allowed = max(_NOISE_FACTOR * noise, 2e-3 * max(float(mx.std(logits)) for logits in alone))
+    ways: list[tuple[ReadsTogether, Callable[[int], list[int]]]] = [
+        ("padded", lambda left: [left // 2, left - left // 2]),
+        ("even", lambda left: [16, left - 18, 2]),
+    ]
+    for way, cut in ways:
+        try:
+            apart = max(_distance(a, b) for a, b in zip(alone, _read_by_parts(model, prompts, cut, way), strict=True))
+        except Exception as error:  # whatever a model file of somebody's raises
+            log.debug("prompts can't be read %s: %s", way, _first_line(error))
+            continue
+        if apart <= allowed:
+            return way
+    return "alone"
+
+
+def _read_by_parts(
+    model: nn.Module, prompts: list[list[int]], cut: Callable[[int], list[int]], way: ReadsTogether
+) -> list[mx.array]:
+    """Logits [V] of each prompt's last token after its other tokens were read in pieces of the sizes that `cut` gives;
+    in the even way pieces of different sizes are read alone."""
+    caches, texts = [make_prompt_cache(model) for _ in prompts], [iter(prompt) for prompt in prompts]
+    for sizes in zip(*(cut(len(prompt) - 1) for prompt in prompts), strict=True):
+        pieces = [list(islice(text, size)) for text, size in zip(texts, sizes, strict=True)]
+        if way == "padded" or len(set(sizes)) == 1:
+            caches = read_together(model, caches, pieces)
+            continue
+        for piece, own in zip(pieces, caches, strict=True):
+            model(mx.array([piece]), cache=own)
+    return [_next(model, list(text), own)[0] for text, own in zip(texts, caches, strict=True)]
 
 
 def _selects_from(model: nn.Module) -> int:

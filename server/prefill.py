@@ -1,4 +1,4 @@
-"""Reading prompts: one sequence at a time, in chunks, within a budget of time.
+"""Reading prompts: in chunks, within a budget of time, short ones together where the model allows it.
 
 Owns the sequences whose prompt isn't read yet and the pace at which chunks of them run. Runs in the engine process's
 main thread. It never samples: the last token of a sequence goes through the decode lane.
@@ -17,8 +17,10 @@ import mlx.core as mx
 
 from server.batching import Model, Row
 from server.cache_guard import Guard, cache_arrays
+from server.cohort import Cohorts
 from server.messages import LARGEST_CHUNK, TokenLogprobs
 from server.sampling import top_candidates
+from server.together import read_together
 
 CHUNKS = (LARGEST_CHUNK, 1024, 512, 256, 128, 64)
 _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocabulary and all
@@ -29,11 +31,11 @@ _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of 
 
 
 class ChunkFailed(Exception):
-    """The forward pass of one sequence's chunk failed; the cause says why."""
+    """The forward pass of a chunk failed; the cause says why, `rows` whose it was."""
 
-    def __init__(self, row: Row) -> None:
-        super().__init__(f"a prefill chunk of sequence {row.seq} failed")
-        self.row = row
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__(f"a prefill chunk of sequences {[row.seq for row in rows]} failed")
+        self.rows = rows
 
 
 class Reading:
@@ -110,16 +112,18 @@ class Prefill:
         on_chunk: Callable[[Row, int, float], None],
         on_mark: Callable[[Row, int], None],
         on_start: Callable[[int], None] = lambda size: None,
+        cohorts: Cohorts | None = None,
     ) -> None:
         """`on_begin(row)` before a sequence's first chunk: gives it caches and says how many tokens they hold and at
         which lengths a snapshot is due; `on_mark(row, length)` when one is; `on_start(tokens)` before each chunk and
-        `on_chunk(row, tokens, seconds)` after it."""
+        `on_chunk(row, tokens, seconds)` after it, for each row that took part; without `cohorts` each reads alone."""
         self._model = model
         self._guard = guard
         self._on_begin = on_begin
         self._on_chunk = on_chunk
         self._on_mark = on_mark
         self._on_start = on_start
+        self._cohorts = cohorts or Cohorts("alone", lambda row, mate: False)
         self._pace = Pace()
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
         self.readings: list[Reading] = []
@@ -149,19 +153,29 @@ class Prefill:
         while waiting := [r for r in self.readings if not r.complete]:
             reading = self._turn(waiting, budget)
             if not reading.begun:
-                reading.begin(*self._on_begin(reading.row))
+                self._begin(reading)
             if reading.left:
                 left = None if budget is None else budget - (perf_counter() - started)
                 size = self._size(reading, left)
                 if chunks and left is not None and (self._expected(reading, size) or 0.0) > left:
                     break
-                self._account(reading, waiting, budget, self._chunk(reading, size))
+                seconds = self._together(reading, waiting, left) or self._chunk([(reading, size)])
+                self._account(reading, waiting, budget, seconds)
                 chunks += 1
             if sum(r.complete and ready(r.row) for r in self.readings) >= enough:
                 break
         finished = [r for r in self.readings if r.complete and ready(r.row)]
         self.readings = [r for r in self.readings if r not in finished]
         return [r.row for r in finished]
+
+    def _begin(self, reading: Reading) -> None:
+        reading.begin(*self._on_begin(reading.row))
+
+    def _together(self, reading: Reading, waiting: list[Reading], left: float | None) -> float:
+        """Read a chunk of this and of others in one pass, if there are such; the seconds that it took."""
+        others = [other for other in waiting if other is not reading]
+        chosen = self._cohorts.choose(reading, others, self._fits(reading, left), self._begin) if others else []
+        return self._chunk(chosen) if chosen else 0.0
 
     def _turn(self, waiting: list[Reading], budget: float | None) -> Reading:
         """Whose chunk is next: the one with the least left, unless such are too far ahead of the oldest."""
@@ -183,12 +197,16 @@ class Prefill:
             return known
         return max(known, reading.pace * size)
 
+    def _fits(self, reading: Reading, left: float | None) -> int:
+        """Tokens of the largest chunk that `left` seconds have room for."""
+        if left is None:
+            return CHUNKS[0]
+        fits = [size for size in CHUNKS if (self._expected(reading, size) or 0) <= left]
+        unknown = self._pace.seconds(CHUNKS[-1]) is None
+        return CHUNKS[-1] if unknown or not fits else fits[0]
+
     def _size(self, reading: Reading, left: float | None) -> int:
-        limit = CHUNKS[0]
-        if left is not None:
-            fits = [size for size in CHUNKS if (self._expected(reading, size) or 0) <= left]
-            unknown = self._pace.seconds(CHUNKS[-1]) is None
-            limit = CHUNKS[-1] if unknown or not fits else fits[0]
+        limit = self._fits(reading, left)
         if reading.row.sequence.prompt_logprobs:
             limit = min(limit, _SCORED_CHUNK)
         return self._cut(reading, limit)
@@ -200,22 +218,39 @@ class Prefill:
             return stop
         return next(size for size in CHUNKS if size <= limit)
 
-    def _chunk(self, reading: Reading, size: int) -> float:
-        self._on_start(size)
-        row, started = reading.row, perf_counter()
+    def _chunk(self, chosen: list[tuple[Reading, int]]) -> float:
+        """Read so many tokens of each in one pass; the seconds that it took."""
+        total = len(chosen) * max(size for _, size in chosen)  # with padding
+        self._on_start(1 << (total - 1).bit_length())
+        started = perf_counter()
         try:
-            self._forward(row, row.tokens[reading.done : reading.done + size + 1])
+            self._pass([(r.row, r.row.tokens[r.done : r.done + size + 1]) for r, size in chosen])
         except Exception as error:
-            raise ChunkFailed(row) from error
-        reading.done += size
+            raise ChunkFailed([reading.row for reading, _ in chosen]) from error
         seconds = perf_counter() - started
-        if size >= CHUNKS[-1]:
-            reading.pace = seconds / size
-        self._pace.learn(size, seconds)
-        self._on_chunk(row, size, seconds)
-        if reading.snapshot_at and reading.done == reading.snapshot_at[0]:
-            self._on_mark(row, reading.snapshot_at.pop(0))
+        if len(chosen) == 1 and total >= CHUNKS[-1]:
+            chosen[0][0].pace = seconds / total
+        self._pace.learn(total, seconds)
+        for reading, size in chosen:
+            self._advance(reading, size, seconds)
         return seconds
+
+    def _advance(self, reading: Reading, size: int, seconds: float) -> None:
+        reading.done += size
+        self._on_chunk(reading.row, size, seconds)
+        passed = [mark for mark in reading.snapshot_at if mark <= reading.done]
+        reading.snapshot_at = reading.snapshot_at[len(passed) :]
+        if passed and passed[-1] == reading.done:
+            self._on_mark(reading.row, reading.done)
+
+    def _pass(self, texts: list[tuple[Row, list[int]]]) -> None:
+        if len(texts) == 1:
+            self._forward(*texts[0])
+            return
+        rows = [row for row, _ in texts]
+        read = read_together(self._model, [row.caches for row in rows], [tokens[:-1] for _, tokens in texts])
+        for row, caches in zip(rows, read, strict=True):
+            row.caches = caches
 
     def _forward(self, row: Row, tokens: list[int]) -> None:
         """Read all of `tokens` but the last, which is only there to be scored."""

@@ -28,11 +28,11 @@ Caches = list[Any]
 
 def can_trim(caches: Caches) -> bool:
     """Whether every layer can forget its newest positions, down to any length."""
-    cut = any(getattr(part, "start_position", 0) for part in _parts(caches))  # a chunked cache that lost its front
+    cut = any(getattr(part, "start_position", 0) for part in parts(caches))  # a chunked cache that lost its front
     return bool(can_trim_prompt_cache(caches)) and not cut
 
 
-def _parts(caches: Caches) -> Iterator[Any]:
+def parts(caches: Caches) -> Iterator[Any]:
     """The caches, those inside a list of caches one by one."""
     for layer in caches:
         yield from getattr(layer, "caches", None) or [layer]
@@ -88,12 +88,16 @@ class PrefixCache:
                 layer.trim(len(entry.tokens) - usable)
         return caches, usable
 
+    def reach(self, tokens: list[int]) -> int:
+        """How many of `tokens` a `lookup` would find; it counts for no use."""
+        return self._best(np.array(tokens[:-1], dtype=np.int64))[1] if self._entries else 0
+
     def _best(self, wanted: np.ndarray[Any, Any]) -> tuple[bytes | None, int]:
-        best: tuple[bytes | None, int] = (None, WORTH_KEEPING - 1)
+        best: tuple[bytes | None, int] = (None, 0)
         for key, entry in self._entries.items():
             shared = common_prefix(entry.tokens, wanted)
             usable = shared if entry.trims or shared == len(entry.tokens) else 0
-            if usable > best[1]:
+            if usable >= max(WORTH_KEEPING, best[1] + 1):
                 best = key, usable
         return best
 
@@ -192,7 +196,7 @@ def _packed(caches: Caches) -> int:
 
 def _cut_spare(caches: Caches) -> None:
     """mlx-lm's growing cache keeps room for the next positions; an entry needs none."""
-    for part in _parts(caches):
+    for part in parts(caches):
         if type(part) is KVCache and part.keys is not None and part.keys.shape[2] > part.offset:
             part.keys = mx.contiguous(part.keys[..., : part.offset, :])
             part.values = mx.contiguous(part.values[..., : part.offset, :])

@@ -80,7 +80,8 @@ class Engine:
         self.seam, self.snapshot = FakeSeam(), Snapshot()
         self.pulse = SimpleNamespace(count=0)
         self.pulse.beat = lambda: setattr(self.pulse, "count", self.pulse.count + 1)
-        probe = Probe(2048, batching, row_cost(self.raw), 0, group_bytes)
+        reads = "padded" if batching == "batched" else "alone"
+        probe = Probe(2048, batching, row_cost(self.raw), 0, group_bytes, reads)
         self.residency = Calm()
         self.loop = Loop(
             self.seam, self.pulse, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
@@ -246,6 +247,17 @@ def test_the_prefix_of_an_ended_row_serves_the_next_one(alone):
     engine.run()
     assert_all_right(engine, [first, *rows], alone)
     assert {seq: begun.cached for seq, begun in engine.started.items()} == {0: 0, 1: 59, 2: 67, 3: 49}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_burst_that_begins_alike_reads_the_beginning_once(alone, family):
+    engine = Engine(family, prefix_cache=10**8)
+    rows = [row(i, prompt(80) + prompt(20 + i, i), max_tokens=4, marks=[80]) for i in range(6)]
+    for one in rows:
+        engine.submit(one)
+    engine.run()
+    assert_all_right(engine, rows, alone, family)
+    assert [engine.started[i].cached for i in range(6)] == [0, *[80] * 5]
 
 
 def test_drain_ends_the_loop():
@@ -476,6 +488,20 @@ def test_what_the_device_can_not_survive_ends_the_loop_at_once(words):
     with pytest.raises(Wedged, match="can't go on"):
         engine.turn(3)
     assert engine.failed == {}
+
+
+def test_a_prompt_that_fails_in_company_takes_nobody_along(alone):
+    bad = prompt(30, 5)[7]
+    engine = Engine(fault=lambda inputs: ValueError("boom") if bad in inputs.flatten().tolist() else None)
+    rows = [row(i, prompt(30, i), max_tokens=8) for i in range(8)]
+    assert [bad in one.tokens for one in rows].count(True) == 1
+    for one in rows:
+        engine.submit(one)
+    engine.run()
+    assert list(engine.failed) == [5]
+    assert engine.failed[5].kind == "row"
+    engine.failed.clear()
+    assert_all_right(engine, [one for one in rows if one.seq != 5], alone)
 
 
 # ---------------------------------------------------------------- anything at any time

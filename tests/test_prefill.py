@@ -287,7 +287,7 @@ def test_a_failed_chunk_names_its_row_and_loses_no_other(clock):
     bench.insert(2, 400)
     with pytest.raises(ChunkFailed) as caught:
         bench.run()
-    assert caught.value.row.seq == 1
+    assert [one.seq for one in caught.value.rows] == [1]
     assert str(caught.value.__cause__) == "boom"
     bench.lane.remove(1)
     assert sorted(bench.run()) == [0, 2]

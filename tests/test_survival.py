@@ -131,7 +131,7 @@ async def test_an_engine_that_stands_still_is_replaced(site: Site) -> None:
     async with under_way(site):
         stopped, pid = time.monotonic(), site.engine
         os.kill(pid, signal.SIGSTOP)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while site.supervisor.ready is not None:
                 await asyncio.sleep(0.01)
         took = time.monotonic() - stopped
@@ -219,7 +219,7 @@ async def test_sigterm_lets_the_short_one_end_and_leaves_no_process(server: harn
         asyncio.create_task(ask(server.port, completion([100, 101], 30), short)),
         asyncio.create_task(ask(server.port, completion([102, 103], 30_000), endless)),
     ]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not (short.arrivals and endless.arrivals):
             await asyncio.sleep(0.005)
     server.process.send_signal(signal.SIGTERM)

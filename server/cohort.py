@@ -1,0 +1,97 @@
+"""Who reads a chunk together with whom.
+
+Owns the choice; runs in the engine process's main thread. Where the host's time a pass is what counts, as on a GPU, a
+burst of short prompts is read in the time of one. Of the two ways the model's trial at loading says which holds for
+it: *padded*, rows of about the same length; *even*, the same number of tokens of each, for recurrent layers, many of
+which take padding for text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+from server.batching import Row
+from server.messages import ReadsTogether
+
+MOST_ROWS = 32
+LONGEST = 1024  # positions of a row that reads together: for longer ones the host's time is no matter
+POSITIONS = 4096  # of all rows, those held included: merging copies them
+FULL = 0.8  # share of a padded pass that must be tokens
+
+
+class Member(Protocol):
+    """What is asked of a sequence whose prompt is being read (`prefill.Reading`)."""
+
+    row: Row
+    begun: bool
+    done: int
+
+    @property
+    def left(self) -> int: ...
+    def next_stop(self) -> int: ...
+
+
+M = TypeVar("M", bound=Member)
+
+
+def eligible(reading: Member) -> bool:
+    """Whether a sequence may share its pass. One that failed before goes alone, so that it takes nobody along."""
+    row = reading.row
+    return not (row.rebuilds or row.sequence.prompt_logprobs) and len(row.tokens) <= LONGEST
+
+
+class Cohorts:
+    """Chooses who reads together. Owned by the prefill lane."""
+
+    def __init__(self, way: ReadsTogether, spares: Callable[[Row, Row], bool]) -> None:
+        """`spares(row, mate)`: whether a row had better wait for its mate's prefix to be kept."""
+        self.way, self._spares = way, spares
+
+    def choose(self, first: M, others: Iterable[M], limit: int, begin: Callable[[M], None]) -> list[tuple[M, int]]:
+        """(sequence, tokens) of the next pass, within `limit` tokens; a lone `first` reads as it would without us.
+
+        `first` has begun and has tokens left; `begin(other)` is called on the others that haven't.
+        """
+        if self.way == "alone" or not eligible(first):
+            return []
+        mates, tokens = [first], first.left
+        for other in sorted((other for other in others if eligible(other)), key=lambda r: r.left):
+            if len(mates) == MOST_ROWS or tokens > limit:  # the rest may still find a prefix of these
+                break
+            if not other.begun and any(self._spares(other.row, mate.row) for mate in mates):
+                continue
+            if not other.begun:
+                begin(other)
+            if other.left:
+                mates.append(other)
+                tokens += other.left
+        chosen = self._padded(mates, limit) if self.way == "padded" else self._even(mates, limit)
+        return chosen if len(chosen) > 1 else []
+
+    @staticmethod
+    def _padded(mates: list[M], limit: int) -> list[tuple[M, int]]:
+        """Rows of about the length of the first."""
+        first, *others = mates
+        chosen = [(first, first.next_stop())]
+        for other in sorted(others, key=lambda r: abs(r.next_stop() - chosen[0][1])):
+            lengths = [size for _, size in chosen] + [other.next_stop()]
+            held = max(other.done, *(mate.done for mate, _ in chosen))
+            width, count = max(lengths), len(lengths)
+            if count * width > limit or count * (held + width) > POSITIONS or sum(lengths) < FULL * count * width:
+                continue
+            chosen.append((other, lengths[-1]))
+        return chosen
+
+    @staticmethod
+    def _even(mates: list[M], limit: int) -> list[tuple[M, int]]:
+        """The largest power of two that two of them can read, and all who can: a few passes read any lengths."""
+        first = mates[0]
+        alike = [mate for mate in mates if bool(mate.done) == bool(first.done)]  # a fresh state is no state yet
+        if len(alike) < 2:
+            return []
+        second = sorted(mate.next_stop() for mate in alike)[-2]
+        size = 1 << (min(limit // 2, second).bit_length() - 1)
+        able = [mate for mate in alike if mate.next_stop() >= size]
+        most = min(limit // size, POSITIONS // max(mate.done + size for mate in able))
+        return [(mate, size) for mate in able[:most]]

@@ -1,0 +1,169 @@
+"""Prompts are read together where that changes nothing but the time: who goes along, and that the text is the same."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from driving import CLOSE, Rig, model, prompt, row
+from mlx_lm.models.cache import make_prompt_cache
+
+from server import model as loading
+from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, Cohorts
+from server.prefill import ChunkFailed, Prefill
+
+PADDED = ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "falcon_h1", "mamba2", "deepseek_v32", "kimi_linear"]
+EVEN = ["nemotron_h", "rwkv7", "recurrent_gemma", "jamba"]
+
+
+class Passes:
+    """The model, and the shape of each of its forward passes."""
+
+    def __init__(self, inner, fault=lambda inputs: False):
+        self.inner, self.shapes, self.fault = inner, [], fault
+
+    def __call__(self, inputs, cache=None):
+        self.shapes.append(tuple(inputs.shape))
+        if self.fault(inputs):
+            raise ValueError("boom")
+        return self.inner(inputs, cache=cache)
+
+
+def lane(inner, way, *, held=lambda one: 0, marks=(), spares=lambda one, mate: False, seen=None):
+    """A prefill lane over a model; `held(row)` tokens of a row are in its caches already."""
+    rig = Rig("llama")
+
+    def begin(one):
+        one.caches = make_prompt_cache(inner.inner)
+        if size := held(one):
+            inner.inner(mx.array([one.tokens[:size]]), cache=one.caches)
+        return size, [*marks, len(one.tokens) - 1]
+
+    return Prefill(
+        inner, rig.guard, on_begin=begin, on_chunk=lambda *_: None,
+        on_mark=lambda one, length: seen.append((one.seq, length)) if seen is not None else None,
+        cohorts=Cohorts(way, spares),
+    )  # fmt: skip
+
+
+def read(reading, rows, budget=None, enough=10**6):
+    for one in rows:
+        reading.insert(one)
+    done = []
+    while len(reading):
+        done += reading.run(budget, lambda one: True, enough)
+    return done
+
+
+# ---------------------------------------------------------------- the same text
+@pytest.mark.parametrize(("family", "way"), [(f, "padded") for f in PADDED] + [(f, "even") for f in EVEN])
+def test_what_is_read_together_is_what_is_read_alone(family, way):
+    """Bursts of any lengths, some of them beyond a window, some on prefixes that were there already."""
+    raw = model(family)
+    rng = random.Random(family)
+    prefixes = {seq: rng.choice([0, 0, 1, 21]) for seq in range(10)}
+    rows = [row(seq, prompt(rng.choice([2, 3, 17, 33, 36, 40, 90, 150, 300]), seq)) for seq in range(10)]
+    passes, seen = Passes(raw), []
+    reading = lane(passes, way, held=lambda one: min(prefixes[one.seq], len(one.tokens) - 1), marks=[37], seen=seen)
+    done = read(reading, rows, enough=3)
+    assert sorted(one.seq for one in done) == list(range(10))
+    assert max(shape[0] for shape in passes.shapes) > 1
+    for one in done:
+        alone = make_prompt_cache(raw)
+        raw(mx.array([one.tokens[:-1]]), cache=alone)
+        wanted, got = (raw(mx.array([one.tokens[-1:]]), cache=caches)[0, -1] for caches in (alone, one.caches))
+        assert float(mx.abs(wanted - got).max()) < CLOSE * float(wanted.std()), len(one.tokens)
+    begun = {one.seq: min(prefixes[one.seq], len(one.tokens) - 1) for one in rows}
+    ends = {(one.seq, mark) for one in rows for mark in (37, len(one.tokens) - 1)}
+    assert set(seen) == {(seq, mark) for seq, mark in ends if begun[seq] < mark < len(rows[seq].tokens)}
+
+
+@pytest.mark.parametrize("family", [*PADDED, *EVEN, "llama4"])
+def test_the_trial_finds_how_a_model_reads_together(family):
+    raw = model(family)
+    way = loading.reads_together(raw, loading._batching(raw)[1])
+    assert way == ("padded" if family in PADDED else "even" if family in EVEN else "alone")
+
+
+# ---------------------------------------------------------------- who goes along
+@pytest.fixture(scope="module")
+def llama():
+    return model("llama")
+
+
+def rows_of(*lengths, first=0, **options):
+    return [row(first + i, prompt(length, i), **options) for i, length in enumerate(lengths)]
+
+
+def test_a_burst_of_like_prompts_is_one_pass(llama):
+    passes = Passes(llama)
+    read(lane(passes, "padded"), rows_of(*range(57, 65)))
+    assert passes.shapes == [(8, 63)]
+
+
+def test_even_passes_are_few_whatever_the_lengths(llama):
+    passes = Passes(llama)
+    read(lane(passes, "even"), rows_of(*range(34, 66)))
+    assert len(passes.shapes) <= 2 * 6
+    assert sum(batch * width for batch, width in passes.shapes) == sum(range(33, 65)), "nothing is padded"
+
+
+def test_padding_stays_a_small_part(llama):
+    passes = Passes(llama)
+    rng = random.Random(1)
+    rows = rows_of(*(rng.randrange(2, 400) for _ in range(40)))
+    read(lane(passes, "padded"), rows)
+    assert len(passes.shapes) < 20
+    assert sum(batch * width for batch, width in passes.shapes) <= sum(len(r.tokens) - 1 for r in rows) / FULL
+
+
+def test_a_pass_is_bounded_in_rows_and_in_positions(llama):
+    passes = Passes(llama)
+    read(lane(passes, "padded"), rows_of(*[3] * (MOST_ROWS + 5)))
+    assert passes.shapes == [(MOST_ROWS, 2), (5, 2)]
+    passes.shapes.clear()
+    read(lane(passes, "padded", held=lambda one: 600), rows_of(*[650] * 9))
+    together = [shape for shape in passes.shapes if shape[1] == 49]
+    assert together
+    assert all(batch * 649 <= POSITIONS for batch, _ in together)
+
+
+def test_the_budget_bounds_a_shared_pass_too(llama):
+    passes = Passes(llama)
+    read(lane(passes, "padded"), rows_of(*[33] * 12), budget=1e-9)
+    assert all(batch * width <= 64 for batch, width in passes.shapes)
+
+
+@pytest.mark.parametrize("way", ["padded", "even"])
+def test_who_must_goes_alone(llama, way):
+    passes = Passes(llama)
+    rows = rows_of(40, 40, 40, LONGEST + 9)
+    rows[0].rebuilds = 1
+    rows += rows_of(40, first=4, prompt_logprobs=True)
+    read(lane(passes, way), rows)
+    assert sum(batch for batch, width in passes.shapes if batch > 1 and width <= 40) in (2, 2 * 4)
+    assert sum(shape == (1, 39) for shape in passes.shapes) == 2
+
+
+def test_a_model_that_reads_alone_does(llama):
+    passes = Passes(llama)
+    read(lane(passes, "alone"), rows_of(20, 20, 20))
+    assert passes.shapes == [(1, 19)] * 3
+
+
+def test_a_row_that_could_use_its_mates_prefix_waits_for_it(llama):
+    passes = Passes(llama)
+    families = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c"}
+    reading = lane(passes, "padded", spares=lambda one, mate: families[one.seq] == families[mate.seq])
+    read(reading, rows_of(*[40] * 5), enough=1)
+    assert [shape[0] for shape in passes.shapes] == [3, 2]
+
+
+def test_a_failed_pass_names_all_its_rows(llama):
+    passes = Passes(llama, fault=lambda inputs: inputs.shape[0] > 1)
+    reading = lane(passes, "padded")
+    for one in [*rows_of(30, 31, 32), *rows_of(300, first=3)]:
+        reading.insert(one)
+    with pytest.raises(ChunkFailed) as caught:
+        reading.run(None, lambda one: True, 10)
+    assert sorted(one.seq for one in caught.value.rows) == [0, 1, 2]
+    assert isinstance(caught.value.__cause__, ValueError)
