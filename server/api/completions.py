@@ -50,7 +50,7 @@ def routes(served: Served, prefix: str) -> APIRouter:
         record_of(http.scope).endpoint = ENDPOINT
         content = await body.read(http, served.settings.max_body_bytes)
         bounds = Bounds.of(await served.known(), served.settings)
-        return await respond(served, http, ENDPOINT, await served.think(prepare, served, content, bounds))
+        return await respond(served, http, ENDPOINT, await served.prepare(prepare, content, bounds))
 
     return router
 

@@ -1,7 +1,7 @@
 """What every route needs: the settings, the model's names, and the parts below.
 
-Owns the one worker thread in which bodies are parsed, checked, templated and tokenised, so that the event loop never
-stops reading the seam. Runs on the event loop.
+Owns the one worker thread in which all but the shortest bodies are parsed, checked, templated and tokenised, so that
+the event loop goes on reading the seam. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from server.supervisor import Supervisor
 from server.tokenizer import Tokenizer
 
 PARTS = ("mlx-marathon", "mlx", "mlx-lm")  # what an answer's text can depend on besides the model
+LIGHT_BYTES = 4096  # of a body that takes a millisecond or two
+HEAVY = (b"json_schema", b"tools", b"logit_bias")  # whose fields may take more
 MAX_NOTED = 200  # names of unknown fields come from clients
 
 log = logging.getLogger("marathon.api")
@@ -75,6 +77,13 @@ class Served:
             return await self.supervisor.wait_known()
         except StartupError as error:
             raise NotReady(f"The model can't be loaded: {error}") from error
+
+    async def prepare(self, work: Callable[..., Result], content: bytes, *more: object) -> Result:
+        """`work(self, content, *more)`: what a request's body asks for. Handing it to the worker thread costs more than
+        a short text takes; a schema may take long, however short it is."""
+        if len(content) <= LIGHT_BYTES and not any(word in content for word in HEAVY):
+            return work(self, content, *more)
+        return await self.think(work, self, content, *more)
 
     async def think(self, work: Callable[..., Result], *arguments: object) -> Result:
         """`work(*arguments)` in the worker thread."""
