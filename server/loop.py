@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter, time
@@ -23,6 +24,7 @@ from server.constrain import Grammars, Matcher
 from server.faults import Faults
 from server.groups import Groups
 from server.messages import (
+    LARGEST_CHUNK,
     Cancel,
     Command,
     Drain,
@@ -116,6 +118,7 @@ class Loop:
             on_chunk=self._chunk_done,
             on_mark=self._keep_prefix,
             on_start=lambda size: self._enter_shape("chunk", size),
+            most=self._affordable,
         )
         self._groups = Groups(self._new_batch, loaded, settings.long_group_interval)
         self._grammars = Grammars(Path(start.model_path), loaded.probe.vocab_size)
@@ -349,7 +352,7 @@ class Loop:
         for row, message in failed:
             self._tell_failed(row, "row", message)
         try:
-            self._groups.leave(gone, keep=self._prefix.insert if self._prefix.enabled else None)
+            self._groups.leave(gone, self._keep_read if self._prefix.enabled else None)
             self._groups.leave([row for row, _ in failed])
         except Exception as error:
             self._survive(error, self._groups.all_rows())
@@ -379,11 +382,25 @@ class Loop:
         logprobs = {seq: value for news in drawn for seq, value in news.logprobs.items()}
         self._seam.send(Steps(self._epoch, seqs, tokens, ends, started, logprobs))
 
+    def _affordable(self) -> int:
+        """Tokens of a chunk that memory has room for: what it needs for a while and what it leaves behind."""
+        each = self._loaded.probe.chunk_peak_bytes + self._loaded.row_bytes(LARGEST_CHUNK)
+        return self._residency.room * LARGEST_CHUNK // max(1, each)
+
+    def _keep_read(self, tokens: list[int], take: Callable[[], Caches]) -> None:
+        """What an ended row has read is kept. It takes a copy, and under pressure that would be the first to go."""
+        if self._has_room(len(tokens)):
+            self._prefix.insert(tokens, take())
+
+    def _has_room(self, length: int) -> bool:
+        """For one more row's caches."""
+        return self._residency.room >= self._loaded.row_bytes(length)
+
     def _keep_prefix(self, row: Row, length: int) -> None:
         """A snapshot is due. Caches that can be trimmed are kept whole when their row ends; before that a copy pays
         only if somebody waits who begins alike."""
         tokens = row.tokens[:length]
-        if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)):
+        if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)) and self._has_room(length):
             self._prefix.insert_copy(tokens, row.caches)
 
     def _is_awaited(self, tokens: list[int]) -> bool:

@@ -110,16 +110,18 @@ class Prefill:
         on_chunk: Callable[[Row, int, float], None],
         on_mark: Callable[[Row, int], None],
         on_start: Callable[[int], None] = lambda size: None,
+        most: Callable[[], int] = lambda: LARGEST_CHUNK,
     ) -> None:
         """`on_begin(row)` before a sequence's first chunk: gives it caches and says how many tokens they hold and at
         which lengths a snapshot is due; `on_mark(row, length)` when one is; `on_start(tokens)` before each chunk and
-        `on_chunk(row, tokens, seconds)` after it."""
+        `on_chunk(row, tokens, seconds)` after it; `most()` tokens of a chunk have room in memory now."""
         self._model = model
         self._guard = guard
         self._on_begin = on_begin
         self._on_chunk = on_chunk
         self._on_mark = on_mark
         self._on_start = on_start
+        self._most = most
         self._pace = Pace()
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
         self.readings: list[Reading] = []
@@ -191,7 +193,7 @@ class Prefill:
             limit = CHUNKS[-1] if unknown or not fits else fits[0]
         if reading.row.sequence.prompt_logprobs:
             limit = min(limit, _SCORED_CHUNK)
-        return self._cut(reading, limit)
+        return self._cut(reading, max(CHUNKS[-1], min(limit, self._most())))
 
     @staticmethod
     def _cut(reading: Reading, limit: int) -> int:
