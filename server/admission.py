@@ -42,8 +42,9 @@ class Capacity:
 
     def peak(self, unread: int) -> int:
         """Bytes that a prefill chunk needs for a while when so many tokens are yet to be read. A part of the largest
-        chunk's peak: what a chunk needs grows with its length, or faster."""
-        return self._chunk_peak * min(unread, messages.LARGEST_CHUNK) // messages.LARGEST_CHUNK
+        chunk's peak: what a chunk needs grows with its length, or faster. The engine reads shorter chunks where memory
+        is short, so a long prompt needn't wait until there's room for the longest."""
+        return self._chunk_peak * min(unread, messages.PLANNED_CHUNK) // messages.LARGEST_CHUNK
 
     def alone(self, length: int) -> int:
         """Bytes that the engine needs with this row as its only one."""

@@ -17,6 +17,7 @@ from server.messages import ReadsTogether
 MOST_ROWS = 32
 LONGEST = 1024  # positions of a row that reads together: for longer ones the host's time is no matter
 POSITIONS = 4096  # of all rows, those held included: merging copies them
+ROOMY = 4  # times the room that a chunk of as many tokens takes alone: caches exist twice, and grow in steps
 FULL = 0.8  # share of a padded pass that must be tokens
 
 
@@ -53,7 +54,7 @@ class Cohorts:
 
         `first` has begun and has tokens left; `begin(other)` is called on the others that haven't.
         """
-        if self.way == "alone" or not eligible(first):
+        if self.way == "alone" or limit < 2 or not eligible(first):
             return []
         mates, tokens = [first], first.left
         for other in sorted((other for other in others if eligible(other)), key=lambda r: r.left):

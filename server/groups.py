@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +25,7 @@ WORTH = 0.6  # a grouping must move less than this share of a simpler one's byte
 SLOWED = 2.0  # short groups may be slowed by this factor before long ones are stepped less often
 _MEMORY = 0.2
 
-Keep = Callable[[list[int], Caches], None]
+Keep = Callable[[list[int], Callable[[], Caches]], None]
 
 
 def partition(lengths: Many[int], group_bytes: int, row_bytes: Callable[[int], int]) -> list[list[int]]:
@@ -181,7 +182,8 @@ class Groups:
         self.batches.append(batch)
 
     def leave(self, rows: list[Row], keep: Keep | None = None) -> None:
-        """Drop rows, of all groups at once; `keep(tokens, caches)` is handed what each one read, compacted."""
+        """Drop rows, of all groups at once; `keep(tokens, take)` is told what each one read, and may take the caches
+        that hold it, compacted."""
         if not rows:
             return
         for batch in self.batches:
@@ -190,7 +192,7 @@ class Groups:
                 continue
             if keep is not None:
                 for row in gone:
-                    keep(batch.held_tokens(row), batch.single_caches(batch.rows.index(row)))
+                    keep(batch.held_tokens(row), partial(batch.single_caches, batch.rows.index(row)))
             batch.leave(gone)
         self._sweep()
         self._regroup()

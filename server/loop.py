@@ -10,6 +10,7 @@ import gc
 import logging
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter, time
@@ -25,6 +26,7 @@ from server.constrain import Grammars, Matcher
 from server.faults import Faults
 from server.groups import Groups
 from server.messages import (
+    LARGEST_CHUNK,
     Cancel,
     Command,
     Drain,
@@ -116,7 +118,8 @@ class Loop:
             on_begin=self._begin,
             on_chunk=self._chunk_done,
             on_mark=self._keep_prefix,
-            on_start=lambda size: self._enter_shape("chunk", size),
+            on_start=lambda size: self._enter_shape("chunk", 1 << (size - 1).bit_length()),
+            most=self._affordable,
             cohorts=Cohorts(loaded.probe.reads, self._spares),
         )
         fresh = self._new_caches()
@@ -364,7 +367,7 @@ class Loop:
         for row, message in failed:
             self._tell_failed(row, "row", message)
         try:
-            self._groups.leave(gone, keep=self._prefix.insert if self._prefix.enabled else None)
+            self._groups.leave(gone, self._keep_read if self._prefix.enabled else None)
             self._groups.leave([row for row, _ in failed])
         except Exception as error:
             self._survive(error, self._groups.all_rows())
@@ -394,11 +397,25 @@ class Loop:
         logprobs = {seq: value for news in drawn for seq, value in news.logprobs.items()}
         self._seam.send(Steps(self._epoch, seqs, tokens, ends, started, logprobs))
 
+    def _affordable(self) -> int:
+        """Tokens of a chunk that memory has room for: what it needs for a while and what it leaves behind."""
+        each = self._loaded.probe.chunk_peak_bytes + self._loaded.row_bytes(LARGEST_CHUNK)
+        return self._residency.room * LARGEST_CHUNK // max(1, each)
+
+    def _keep_read(self, tokens: list[int], take: Callable[[], Caches]) -> None:
+        """What an ended row has read is kept. It takes a copy, and under pressure that would be the first to go."""
+        if self._has_room(len(tokens)):
+            self._prefix.insert(tokens, take())
+
+    def _has_room(self, length: int) -> bool:
+        """For one more row's caches."""
+        return self._residency.room >= self._loaded.row_bytes(length)
+
     def _keep_prefix(self, row: Row, length: int) -> None:
         """A snapshot is due. Caches that can be trimmed are kept whole when their row ends; before that a copy pays
         only if somebody waits who begins alike."""
         tokens = row.tokens[:length]
-        if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)):
+        if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)) and self._has_room(length):
             self._prefix.insert_copy(tokens, row.caches)
 
     def _spares(self, row: Row, mate: Row) -> bool:

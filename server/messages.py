@@ -65,6 +65,7 @@ class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
 
 # ---------------------------------------------------------------- about the model
 LARGEST_CHUNK = 2048  # tokens of a prompt that are read at once
+PLANNED_CHUNK = 256  # those that room is kept free for; with more of it larger chunks are read
 
 
 class LayerCost(msgspec.Struct, frozen=True, array_like=True):

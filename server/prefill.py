@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from server.batching import Model, Row
 from server.cache_guard import Guard, cache_arrays
-from server.cohort import Cohorts
+from server.cohort import ROOMY, Cohorts
 from server.messages import LARGEST_CHUNK, TokenLogprobs
 from server.sampling import top_candidates
 from server.together import read_together
@@ -112,17 +112,20 @@ class Prefill:
         on_chunk: Callable[[Row, int, float], None],
         on_mark: Callable[[Row, int], None],
         on_start: Callable[[int], None] = lambda size: None,
+        most: Callable[[], int] = lambda: ROOMY * LARGEST_CHUNK,
         cohorts: Cohorts | None = None,
     ) -> None:
         """`on_begin(row)` before a sequence's first chunk: gives it caches and says how many tokens they hold and at
         which lengths a snapshot is due; `on_mark(row, length)` when one is; `on_start(tokens)` before each chunk and
-        `on_chunk(row, tokens, seconds)` after it, for each row that took part; without `cohorts` each reads alone."""
+        `on_chunk(row, tokens, seconds)` after it, for each row that took part; `most()` tokens of a chunk have room in
+        memory now; without `cohorts` each sequence reads alone."""
         self._model = model
         self._guard = guard
         self._on_begin = on_begin
         self._on_chunk = on_chunk
         self._on_mark = on_mark
         self._on_start = on_start
+        self._most = most
         self._cohorts = cohorts or Cohorts("alone", lambda row, mate: False)
         self._pace = Pace()
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
@@ -174,7 +177,8 @@ class Prefill:
     def _together(self, reading: Reading, waiting: list[Reading], left: float | None) -> float:
         """Read a chunk of this and of others in one pass, if there are such; the seconds that it took."""
         others = [other for other in waiting if other is not reading]
-        chosen = self._cohorts.choose(reading, others, self._fits(reading, left), self._begin) if others else []
+        limit = min(self._fits(reading, left), self._most() // ROOMY)
+        chosen = self._cohorts.choose(reading, others, limit, self._begin) if others else []
         return self._chunk(chosen) if chosen else 0.0
 
     def _turn(self, waiting: list[Reading], budget: float | None) -> Reading:
@@ -209,7 +213,7 @@ class Prefill:
         limit = self._fits(reading, left)
         if reading.row.sequence.prompt_logprobs:
             limit = min(limit, _SCORED_CHUNK)
-        return self._cut(reading, limit)
+        return self._cut(reading, max(CHUNKS[-1], min(limit, self._most())))
 
     @staticmethod
     def _cut(reading: Reading, limit: int) -> int:
@@ -221,7 +225,7 @@ class Prefill:
     def _chunk(self, chosen: list[tuple[Reading, int]]) -> float:
         """Read so many tokens of each in one pass; the seconds that it took."""
         total = len(chosen) * max(size for _, size in chosen)  # with padding
-        self._on_start(1 << (total - 1).bit_length())
+        self._on_start(total)
         started = perf_counter()
         try:
             self._pass([(r.row, r.row.tokens[r.done : r.done + size + 1]) for r, size in chosen])

@@ -120,7 +120,7 @@ class _Ladder:
         self.level = Level.CALM
         self._resource, self._rungs = resource, rungs
         self._asked = -math.inf  # when a reclaim was last asked for
-        self._reason = 0.0  # the reading that asked for it
+        self._reason = 0.0  # the reading that asked for it, until it's done
         self._harmless = 0.0  # up to such a reading a reclaim has left enough
         self._above = 0  # readings in a row above the last rung, each after a reclaim
 
@@ -139,7 +139,7 @@ class _Ladder:
 
     def urgent(self, limit: float) -> float:
         """From such a reading on nothing may wait."""
-        return max(self._rungs.rotate * limit, self._harmless)
+        return max(self._rungs.rotate * limit, min(self._harmless, limit))
 
     def _wait(self, reading: Reading, *, is_last: bool, is_rise: bool) -> float:
         """Seconds since the last reclaim before the next. Above the last rung it's a race with the end: bytes are
@@ -151,10 +151,11 @@ class _Ladder:
     def act(self, reading: Reading) -> Act | None:
         """What is left to do after a reclaim."""
         before, ratio = self.level, reading.value / reading.limit
+        reason, self._reason = self._reason, 0.0
         self._above = self._above + 1 if ratio >= self._rungs.rotate else 0
         self.level = self._rungs.level(ratio, before)
         if self._resource == BYTES:
-            self._harmless = 0.0 if self._above else NOISE * self._reason
+            self._harmless = 0.0 if self._above else NOISE * reason
             if self._above:
                 return self._due(Verb.PREEMPT, reading, Level.ROTATE)
         elif self.level == Level.ROTATE > before:

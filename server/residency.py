@@ -141,6 +141,11 @@ class Residency:
         log.log(level, "live buffers: %s", source.reason or f"{source.name}, limit {source.limit}")
         return residency
 
+    @property
+    def room(self) -> int:
+        """Bytes that may still be taken before others have to give theirs back."""
+        return max(0, int(self.pressure.urgent_bytes(self.memory_limit)) - mx.get_active_memory())
+
     def tick(self, kv_bytes: Callable[[], int], growth: Callable[[], int] = lambda: 0) -> list[Act]:
         """Call once an iteration, idle ones too; costs next to nothing until a reading is due.
 

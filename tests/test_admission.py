@@ -77,24 +77,31 @@ def test_rows_are_bounded_whatever_the_memory():
     assert not room.admits_new(10)
 
 
-def test_new_rows_wait_for_bytes_and_the_chunk_peak_counts_once():
-    # weights 1000, three rows of 2560, as much for their joins, one chunk of 700
-    exact = 1000 + 700 + 3 * 2560 + 3 * 2560
-    assert Room(capacity(FULL, limit=exact, chunk=700), [10, 10], unread=5000).admits_new(10, 3000)
-    assert not Room(capacity(FULL, limit=exact - 1, chunk=700), [10, 10], unread=5000).admits_new(10, 3000)
+def test_new_rows_wait_for_bytes_and_the_peak_of_one_chunk():
+    # weights 1000, three rows of 2560, as much for their joins, a chunk of 256 where 2048 need 800
+    exact = 1000 + 100 + 3 * 2560 + 3 * 2560
+    assert Room(capacity(FULL, limit=exact, chunk=800), [10, 10], unread=5000).admits_new(10, 3000)
+    assert not Room(capacity(FULL, limit=exact - 1, chunk=800), [10, 10], unread=5000).admits_new(10, 3000)
 
 
 def test_a_short_prompt_needs_its_part_of_the_largest_chunks_peak():
-    exact = 1000 + 700 // 4 + 3 * 2560 + 3 * 2560
-    assert Room(capacity(FULL, limit=exact, chunk=700), [10, 10]).admits_new(10, 512)
-    assert not Room(capacity(FULL, limit=exact, chunk=700), [10, 10]).admits_new(10, 516)
-    assert not Room(capacity(FULL, limit=exact, chunk=700), [10, 10], unread=516).admits_new(10)
-    room = Room(capacity(FULL, limit=exact, chunk=700), [10])
-    room.take(10, 516)
+    exact = 1000 + 50 + 3 * 2560 + 3 * 2560
+    assert Room(capacity(FULL, limit=exact, chunk=800), [10, 10]).admits_new(10, 128)
+    assert not Room(capacity(FULL, limit=exact, chunk=800), [10, 10]).admits_new(10, 132)
+    assert not Room(capacity(FULL, limit=exact, chunk=800), [10, 10], unread=132).admits_new(10)
+    room = Room(capacity(FULL, limit=exact, chunk=800), [10])
+    room.take(10, 132)
     assert not room.admits_new(10)
-    capacity(FULL, limit=1000 + 2 * 2560 + 34, chunk=700).check(sequence(100))
+    capacity(FULL, limit=1000 + 2 * 2560 + 50, chunk=800).check(sequence(128))
     with pytest.raises(ExceedsMemory):
-        capacity(FULL, limit=1000 + 2 * 2560 + 33, chunk=700).check(sequence(100))
+        capacity(FULL, limit=1000 + 2 * 2560 + 49, chunk=800).check(sequence(128))
+
+
+def test_a_long_row_comes_back_beside_others_though_one_chunk_of_it_all_would_not_fit():
+    exact = 1000 + 100 + 2560 + 8 * 2560 + 2560 + 8 * 2560
+    room = Room(capacity(FULL, limit=exact, chunk=800), [10], calm=10)
+    assert room.admits_preempted(1700)
+    assert not Room(capacity(FULL, limit=exact, chunk=809), [10], calm=10).admits_preempted(1700)
 
 
 def test_padding_of_the_groups_is_charged():

@@ -283,7 +283,7 @@ def test_what_leaves_is_handed_over_with_its_tokens():
     for batch in groups.due():
         batch.step()
     kept = []
-    groups.leave([rows[2], rows[0]], keep=lambda tokens, caches: kept.append((tokens, caches)))
+    groups.leave([rows[2], rows[0]], keep=lambda tokens, take: kept.append((tokens, take())))
     assert [len(tokens) for tokens, _ in kept] == [5, 7]
     assert [caches for _, caches in kept] == [[f"caches of {rows[i].seq}"] for i in (0, 2)]
     assert groups.rows == 1

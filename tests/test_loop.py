@@ -42,6 +42,7 @@ class Calm:
     """A residency that never has anything to say."""
 
     source = SimpleNamespace(name="off", limit=None, raw=lambda: None)
+    room = 10**12
     acts: ClassVar[list] = []
 
     def tick(self, take_stock, growth):
@@ -75,13 +76,13 @@ class Engine:
     """A loop, driven step by step."""
 
     def __init__(self, family="llama", *, fault=lambda inputs: None, group_bytes=10**9, batching="batched", folder=".",
-                 faults="", **settings):  # fmt: skip
+                 faults="", chunk_peak=0, **settings):  # fmt: skip
         self.raw = model(family)
         self.seam, self.snapshot = FakeSeam(), Snapshot()
         self.pulse = SimpleNamespace(count=0)
         self.pulse.beat = lambda: setattr(self.pulse, "count", self.pulse.count + 1)
         reads = "padded" if batching == "batched" else "alone"
-        probe = Probe(2048, batching, row_cost(self.raw), 0, group_bytes, reads)
+        probe = Probe(2048, batching, row_cost(self.raw), chunk_peak, group_bytes, reads)
         self.residency = Calm()
         self.loop = Loop(
             self.seam, self.pulse, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
@@ -258,6 +259,41 @@ def test_a_burst_that_begins_alike_reads_the_beginning_once(alone, family):
     engine.run()
     assert_all_right(engine, rows, alone, family)
     assert [engine.started[i].cached for i in range(6)] == [0, *[80] * 5]
+
+
+def test_what_an_ended_row_read_is_kept_only_where_memory_has_room_for_a_copy(alone):
+    engine = Engine(prefix_cache=10**8)
+    engine.residency.room = engine.loop._loaded.row_bytes(68) - 1
+    first, again = row(0, prompt(60), max_tokens=8), row(1, prompt(60), max_tokens=8)
+    engine.submit(first)
+    engine.run()
+    assert len(engine.loop._prefix) == 0
+    engine.residency.room += 1
+    engine.submit(again)
+    engine.run()
+    assert len(engine.loop._prefix) == 1
+    assert engine.started[1].cached == 0
+    assert_all_right(engine, [first, again], alone)
+
+
+def test_a_snapshot_of_a_prompt_is_kept_only_where_memory_has_room_for_a_copy():
+    engine = Engine("qwen3_5", prefix_cache=10**8)
+    engine.residency.room = 0
+    engine.submit(row(0, prompt(60), max_tokens=8))
+    engine.run()
+    assert len(engine.loop._prefix) == 0
+
+
+def test_a_prompt_is_read_in_chunks_that_memory_has_room_for(alone):
+    engine = Engine(chunk_peak=2048 * 1000)
+    engine.residency.room = 300 * (1000 + engine.loop._loaded.row_bytes(2048) // 2048)
+    engine.submit(one := row(0, prompt(600), max_tokens=8))
+    sizes = []
+    engine.loop._prefill._on_start = lambda size: sizes.append(size)
+    engine.run()
+    assert max(sizes) <= 300
+    assert sum(sizes) == 599
+    assert_all_right(engine, [one], alone)
 
 
 def test_drain_ends_the_loop():

@@ -47,9 +47,27 @@ def test_a_model_whose_logits_are_no_numbers_when_batched_does_not_batch():
     assert "nan" in model._batching(Broken())[1]
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "falcon_h1", "nemotron_h", "mamba2", "recurrent_gemma"]
-)
+FAMILIES = [
+    "llama",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_5",
+    "qwen3_next",
+    "falcon_h1",
+    "nemotron_h",
+    "mamba2",
+    "lfm2",
+    "smollm3",
+    "cohere2",
+    "kimi_linear",
+    "minimax_m3_vl",
+    "rwkv7",
+    "recurrent_gemma",
+    "deepseek_v32",
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_costs_what_was_predicted(family):
     """Within 5 %, at two lengths, after chunks and decode steps."""
     built = tiny_model(family)

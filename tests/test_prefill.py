@@ -172,6 +172,17 @@ def test_without_running_rows_there_is_no_budget_and_a_prompt_is_read_in_the_lar
     assert {size for _, size in bench.chunks} == {2048}
 
 
+@pytest.mark.parametrize(("room", "largest"), [(10**9, 2048), (2048, 2048), (1500, 1024), (64, 64), (0, 64)])
+def test_a_chunk_is_no_longer_than_memory_has_room_for_and_every_prompt_is_read(bench, room, largest):
+    bench.lane = Prefill(
+        bench, Guard(True, 8, Snapshot()), on_begin=bench.begin, on_chunk=bench.chunk, on_mark=bench.mark,
+        most=lambda: room,
+    )  # fmt: skip
+    bench.insert(0, 8193)
+    assert bench.run() == [0]
+    assert {size for _, size in bench.chunks} == {largest}
+
+
 def test_one_slow_first_time_does_not_rule_a_chunk_length_out_for_ever(clock):
     slow = [True]
 

@@ -256,6 +256,23 @@ def test_a_reading_that_a_reclaim_showed_to_be_harmless_is_no_hurry_until_it_ris
     assert names(pressure.judge(memory(0.96), 20, reclaimed=True)) == [Verb.PREEMPT]
 
 
+def test_no_reading_beyond_the_limit_is_harmless():
+    pressure = Pressure(0)
+    pressure.judge(memory(1.2), 1)
+    pressure.judge(memory(0.90), 1, reclaimed=True)
+    for now in (1.01, 1.02):
+        assert names(pressure.judge(memory(1.0), now)) == [Verb.RECLAIM]
+        pressure.judge(memory(0.90), now, reclaimed=True)
+
+
+def test_a_reclaim_that_nobody_asked_for_shows_no_earlier_reading_to_be_harmless():
+    pressure = Pressure(0)
+    pressure.judge(memory(0.99), 1)
+    pressure.judge(memory(0.97), 1, reclaimed=True)
+    pressure.judge(memory(0.90), 2, reclaimed=True)
+    assert names(pressure.judge(memory(0.96), 2.01)) == [Verb.RECLAIM]
+
+
 def test_one_reclaim_serves_both_resources():
     pressure = Pressure(0)
     readings = buffers(0.88) + memory(0.92)
@@ -400,6 +417,18 @@ def test_what_the_next_step_takes_counts_before_it_is_taken():
     assert names(rig.reclaim(act)) == [Verb.PREEMPT]
     assert rig.snapshot.active_bytes < 0.8 * limit
     assert weights.size
+
+
+def test_what_is_left_is_told_until_nothing_may_wait():
+    weights = mx.zeros(10_000_000)
+    mx.eval(weights)
+    limit = mx.get_active_memory() * 2
+    residency = Rig(memory_limit=limit).residency
+    assert residency.room == pytest.approx(0.45 * limit, rel=0.01)
+    more = mx.zeros(12_000_000)
+    mx.eval(more)
+    assert residency.room == 0
+    assert weights.size < more.size
 
 
 def test_an_eviction_that_found_nothing_is_no_action():
