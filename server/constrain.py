@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,25 @@ class Grammars:
         self._words = -(-vocab_size // 32)
         self._tokenizer: LLTokenizer | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._since: float | None = None  # when what is being compiled was begun
 
     def compile(self, sequence: Sequence, generated: list[int]) -> Future[Matcher]:
         """The row's matcher, with `generated` replayed; its exception says why there is none."""
         return self._threads.submit(self._compile, sequence, generated)
 
+    def seconds(self) -> float:
+        """How long the one that is being compiled has taken; nothing ends it but the end of the process."""
+        since = self._since
+        return 0.0 if since is None else monotonic() - since
+
     def _compile(self, sequence: Sequence, generated: list[int]) -> Matcher:
+        self._since = monotonic()
+        try:
+            return self._build(sequence, generated)
+        finally:
+            self._since = None
+
+    def _build(self, sequence: Sequence, generated: list[int]) -> Matcher:
         assert sequence.grammar is not None
         if self._tokenizer is None:
             self._tokenizer = self._load()

@@ -53,6 +53,7 @@ from server.settings import Settings
 IDLE_SECONDS = 1.0
 WAIT_SECONDS = 0.005  # between two looks at grammars being compiled while there is nothing else to do
 BUDGET_SHARE = 0.4  # of prefill_stall_ms that one iteration's chunks aim at; the rest is room for a slow chunk
+COMPILE_SECONDS = 20.0
 ALONE_SECONDS = 1.0  # an iteration's chunks while no row decodes: commands are heeded in between
 JOIN_AT_LEAST = 4  # complete prompts that end an iteration's prefill early
 _FATAL = ("resource limit", "unable to allocate", "out of memory", "command buffer", "cudaerror", "device lost")
@@ -137,6 +138,7 @@ class Loop:
         # Metal refuses what is beyond its limit, our own count refuses nothing: given a limit, we act as Metal does.
         self._enforced = settings.buffer_limit if residency.source.name == "native" else None
         self._draining = False
+        self._overdue = False  # a grammar can't be compiled, and the server has been told
         self._waiting = False  # rows are there, but none could go on in the last iteration
 
     def _new_batch(self) -> Batch:
@@ -164,6 +166,7 @@ class Loop:
         mx.clear_streams()
 
     def _take_commands(self) -> None:
+        self._end_endless_grammar()
         if not self._rows or self._waiting:
             command = self._seam.receive(WAIT_SECONDS if self._rows else IDLE_SECONDS)
             if command is None:
@@ -288,6 +291,18 @@ class Loop:
                 self._fail(row, "row", f"the grammar can't be compiled: {error}")
             else:
                 row.constraint = future.result()
+
+    def _end_endless_grammar(self) -> None:
+        """What the server has checked takes a second. One that goes on and on can't be stopped, whether its row is
+        still there or not, so the row ends and the process is replaced."""
+        if self._overdue or (seconds := self._grammars.seconds()) <= COMPILE_SECONDS:
+            return
+        self._overdue = True
+        for seq, future in list(self._compiling.items()):
+            if future.running():
+                self._fail(self._rows[seq], "row", f"its grammar isn't compiled within {COMPILE_SECONDS:g} s")
+        reason = "seconds of compiling a grammar"
+        self._seam.send(Rotate(self._epoch, seconds, COMPILE_SECONDS, reason, is_leak=False))
 
     def _is_ready(self, row: Row) -> bool:
         return row.seq not in self._compiling

@@ -233,6 +233,7 @@ class Rotate(msgspec.Struct, frozen=True, tag="rotate", omit_defaults=True):
     threshold: float
     reason: str
     late: bool = False  # MLX has thrown: the process ends by itself
+    is_leak: bool = True  # coming too often it shows that replacing the engine doesn't help
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -250,7 +250,7 @@ class Succession:
         if not wish.late:  # else it's a death, which it only foretells
             self._act("rotate", wish.reading, wish.threshold)
             self._leave(self.link, "rotation")
-        if self._pace.rotated(age, late=wish.late):
+        if wish.is_leak and self._pace.rotated(age, late=wish.late):
             message = (
                 f"A leak: {wish.reason} at {wish.reading:.6g}, threshold {wish.threshold:.6g}, {age:.0f} s after a new "
                 f"engine was ready, {HASTY_ROTATIONS} times in a row; replacing it more often than each "

@@ -165,8 +165,8 @@ class FakeEngine:
         self.life.tell(messages.Preempted(self.life.epoch, seq))
         return seq
 
-    def rotate(self, reading: float = 490_000, threshold: float = 480_000) -> None:
-        self.life.tell(messages.Rotate(self.life.epoch, reading, threshold, "live buffers"))
+    def rotate(self, reading: float = 490_000, threshold: float = 480_000, **more: bool) -> None:
+        self.life.tell(messages.Rotate(self.life.epoch, reading, threshold, "live buffers", **more))
 
     def fail_row(self, seq: int, kind: str = "row", message: str = "the row broke") -> None:
         del self.rows[seq]

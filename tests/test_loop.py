@@ -1,6 +1,7 @@
 """The engine's main loop in process: rows in, tokens out, and what happens when a forward pass throws."""
 
 import random
+import threading
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import ClassVar
@@ -8,11 +9,13 @@ from typing import ClassVar
 import pytest
 from driving import Rig, model, prompt, row
 
+from server import loop
 from server.batching import Batch
+from server.constrain import Grammars
 from server.faults import Faults, parse
 from server.grammar import answer
 from server.loop import IDLE_SECONDS, WAIT_SECONDS, Loop, Wedged
-from server.messages import Cancel, Drain, Failed, Preempted, Probe, Snapshot, Start, Steps, Submit
+from server.messages import Cancel, Drain, Failed, Preempted, Probe, Rotate, Snapshot, Start, Steps, Submit
 from server.model import Loaded, row_cost
 from server.pressure import Act, Verb
 from server.settings import load
@@ -90,7 +93,7 @@ class Engine:
             Faults(parse(faults), epoch=1, write_garbage=lambda: None),
         )  # fmt: skip
         self.tokens, self.logprobs = defaultdict(list), defaultdict(list)
-        self.ends, self.failed, self.started, self.preempted = {}, {}, {}, []
+        self.ends, self.failed, self.started, self.preempted, self.rotations = {}, {}, {}, [], []
 
     def submit(self, one, generated=()):
         self.seam.inbox.append(Submit(EPOCH, one.seq, one.sequence, list(generated)))
@@ -129,6 +132,8 @@ class Engine:
                 self.failed[event.seq] = event
             elif isinstance(event, Preempted):
                 self.preempted.append(event.seq)
+            elif isinstance(event, Rotate):
+                self.rotations.append(event)
 
 
 @pytest.fixture(scope="module")
@@ -349,6 +354,9 @@ class Never:
     def compile(self, sequence, generated):
         return self.future
 
+    def seconds(self):
+        return 0.0
+
 
 def test_while_a_grammar_is_compiled_others_run_and_nobody_spins(alone):
     engine = Engine()
@@ -362,6 +370,30 @@ def test_while_a_grammar_is_compiled_others_run_and_nobody_spins(alone):
     engine.seam.inbox.append(Cancel(EPOCH, 0))
     engine.turn()
     assert engine.loop._rows == {}
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["its row waits", "its row has left"])
+def test_a_grammar_that_is_compiled_for_ever_ends_its_row_and_the_process(alone, tiny, monkeypatch, leaves):
+    monkeypatch.setattr(loop, "COMPILE_SECONDS", 0.2)
+    engine, go_on, begun = Engine(folder=tiny("llama")), threading.Event(), threading.Event()
+    monkeypatch.setattr(Grammars, "_build", lambda *_: begun.set() or go_on.wait(20))
+    free = row(1, prompt(9), max_tokens=8)
+    try:
+        engine.submit(row(0, prompt(9), grammar=answer({"type": "boolean"}), stop_ids=[2]))
+        engine.submit(free)
+        engine.turn()
+        assert begun.wait(5)
+        if leaves:
+            engine.seam.inbox.append(Cancel(EPOCH, 0))
+        while not engine.rotations:
+            engine.turn()
+        engine.turn(12)
+        assert engine.tokens[1] == alone(free)
+        assert ["compiled" in failed.message for failed in engine.failed.values()] == ([] if leaves else [True])
+        assert len(engine.rotations) == 1
+        assert not engine.rotations[0].is_leak
+    finally:
+        go_on.set()
 
 
 def test_a_grammar_row_runs_beside_free_ones_and_a_broken_grammar_fails_alone(alone, tiny):

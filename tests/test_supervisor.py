@@ -587,6 +587,16 @@ async def test_three_rotations_too_soon_end_with_an_error_that_names_the_leak(fa
         assert await waiting == [fake.expected(s)]
 
 
+async def test_what_is_no_leak_may_replace_engines_as_often_as_it_likes(fake, counts):
+    async with supervise(fake, counts, rotate_min_seconds=60.0) as supervisor:
+        s = sequence(max_tokens=300)
+        task = asyncio.create_task(collect(supervisor.open([s], endpoint="chat")))
+        for epoch in (1, 2, 3, 4):
+            await until(lambda e=epoch: fake.life.epoch == e and fake.rows and supervisor.is_ready)
+            fake.rotate(is_leak=False)
+        assert await task == [fake.expected(s)]
+
+
 async def test_an_engine_that_doesnt_leave_is_made_to(fake, counts, monkeypatch):
     monkeypatch.setattr(succession, "DRAIN_SECONDS", 0.05)
     fake.drain_hangs = True
