@@ -725,6 +725,7 @@ _ALL = [
         "longcat_flash_ngram",
         MLA | LONGCAT | {"ngram_vocab_size_ratio": 4, "emb_neighbor_num": 3, "emb_split_num": 2},
         "1 ArraysCache, 4 CacheList",
+        uneven="differs",  # while the window of newest tokens isn't full
     ),
     Family(
         "mellum",

@@ -1,8 +1,8 @@
 """What the cache guard costs: `python -m loadtests.guard_cost [--model FOLDER …] [--blocks 48] [--rows 1 4]`.
 
 Times the engine's own decode step with the guard and without it, in pairs of blocks from one and the same state, in
-random order, and gives the ratio with its 95 % bootstrap interval; beside it the host time of the walk and of walk and
-`depends` together. The subjects are a random 16-layer hybrid of hidden size 256 and, where it is there, the starter
+random order, and gives the ratio with its 95 % bootstrap interval; beside it the host time of a walk alone and of the
+guard in the step. The subjects are a random 16-layer hybrid of hidden size 256 and, where it is there, the starter
 model, or the folders named. Writes one CSV row a block and a table; its exit code is 0 when every interval's upper end
 is within the bar. Runs MLX in its own process, on whatever device MLX takes; needs no network.
 """
@@ -47,7 +47,7 @@ class Block:
 
     seconds: float
     cpu: float
-    guard: float  # host seconds of walk and depends
+    guard: float  # host seconds of the guard in a step
 
 
 class Bench:
@@ -140,7 +140,7 @@ class Cost:
 
 HEAD = [
     *("model", "rows", "pairs", "step ms", "wall: guard ÷ none", "CPU: guard ÷ none", "arrays"),
-    *("walk µs", "walk + depends µs", "share of the step", ""),
+    *("walk µs", "guard µs", "share of the step", ""),
 ]
 
 
