@@ -284,7 +284,7 @@ class Generation(Wire):
     seed: int | None = Field(
         None,
         ge=-(2**63),
-        lt=2**63,
+        le=2**63 - 1,
         description="repeats the draw whatever else runs; absent: a new one each time",
         examples=[1],
     )
@@ -295,6 +295,7 @@ class Generation(Wire):
     n: int | None = Field(None, ge=1, le=128, description="number of answers, each with its own draws", examples=[1])
     stream: bool | None = Field(None, description="send the answer as server-sent events", examples=[False])
     stream_options: StreamOptions | None = Field(None, description="only with `stream: true`")
+    response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or a JSON schema")
     structured_outputs: StructuredOutputs | None = Field(None, description="form of the answer, as vLLM has it")
     guided_json: SchemaOrText | None = Field(None, description="older name of `structured_outputs.json`")
     guided_regex: str | None = Field(None, description="older name of `structured_outputs.regex`")
@@ -314,6 +315,10 @@ class Generation(Wire):
         le=MAX_TOP_LOGPROBS,
         description="log probabilities of the prompt, with so many alternatives a token",
     )
+    timings_per_token: bool | None = Field(
+        None, description="how long prompt and answer have taken, in every chunk and in the plain answer"
+    )
+    use_beam_search: bool | None = Field(None, description="refused when true: answers are drawn")
     user: Any = Field(None, description=IGNORED)
 
 
@@ -329,7 +334,6 @@ class ChatRequest(Generation):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="alternatives a token; only with `logprobs`", examples=[2]
     )
-    response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or a JSON schema")
     tools: list[Tool] | None = Field(None, max_length=128, description="functions that the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="whether and what is called; absent: auto", examples=["auto"]
@@ -380,6 +384,7 @@ class CompletionRequest(Generation):
         None, ge=0, le=MAX_COMPLETION_LOGPROBS, description="alternatives reported with each token", examples=[2]
     )
     best_of: int | None = Field(None, ge=0, le=20, description="only up to 1")
+    prompt_embeds: Any = Field(None, description="refused: a prompt is text or token ids")
     suffix: str | None = Field(None, description="only empty: the server doesn't fill in", examples=[""])
 
 
@@ -425,4 +430,6 @@ def refusal(error: ValidationError) -> InvalidValue:
     path = path_of(first["loc"])
     message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
     message = message.replace(" after validation", "")
+    if first["type"].startswith(("greater_than", "less_than")):
+        message += f" ({first['type']})"  # by which vLLM's clients know a bound
     return InvalidValue(f"{path}: {message}" if path else message, param=path or None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from serving import HELLO, USER, engine, run_server, tokenizer
 
 from server.api.shapes import ChatCompletion, ChatCompletionChunk, TextCompletion
@@ -71,6 +72,26 @@ async def test_usage_in_each_chunk_rises_to_the_whole() -> None:
             assert counts == sorted(counts)
             assert counts[-1] == last["usage"]["completion_tokens"] > counts[0]
             assert all(chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for chunk in chunks)
+
+
+async def test_timings_come_in_every_chunk_but_the_first_and_in_the_plain_answer() -> None:
+    wish = {"timings_per_token": True, "stream_options": {"include_usage": True}}
+    async with run_server(engine(step_seconds=0.002)) as site:
+        first, *chunks, last, _ = await site.stream_chat(**wish)
+        *texts, _ = await site.stream_text(**wish)
+        plain = [(await ask(timings_per_token=True)).json() for ask in (site.chat, site.complete)]
+        untold = [(await ask()).json() for ask in (site.chat, site.complete)]
+    assert "timings" not in first
+    assert [chunk["timings"]["predicted_n"] for chunk in chunks][-1] == last["timings"]["predicted_n"] == len(IDS) + 1
+    assert all(ChatCompletionChunk.model_validate(chunk).timings for chunk in [*chunks, last])
+    assert all(TextCompletion.model_validate(chunk).timings for chunk in texts)
+    assert ChatCompletion.model_validate(plain[0]).timings
+    assert TextCompletion.model_validate(plain[1]).timings
+    for told in (last["timings"], *(answer["timings"] for answer in plain)):
+        assert min(told["prompt_ms"], told["predicted_ms"], told["prompt_per_second"]) > 0
+        assert told["predicted_per_second"] * told["predicted_ms"] == pytest.approx(1000 * (told["predicted_n"] - 1))
+        assert told["cache_n"] + told["prompt_n"] > 0
+    assert not any("timings" in answer for answer in untold)
 
 
 async def test_the_fingerprint_is_the_same_in_every_answer_and_chunk() -> None:

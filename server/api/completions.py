@@ -142,14 +142,17 @@ class CompletionForm:
         prompt = {} if choice.begun else self.extras.prompt_ids(choice)
         usage = usage_so_far(choice, choice.text.tokens) if self.extras.each_usage else None
         made = self._choice(choice, text) | prompt | self.extras.ids(choice)
-        return event(self.head | {"choices": [made]} | ({"usage": usage} if self.extras.usage else {}))
+        more = ({"usage": usage} if self.extras.usage else {}) | self.extras.times(choice)
+        return event(self.head | {"choices": [made]} | more)
 
-    def last(self, usage: dict[str, Any]) -> bytes:
-        return event(self.head | {"choices": [], "usage": usage}) if self.extras.usage else b""
+    def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        if not self.extras.usage:
+            return b""
+        return event(self.head | {"choices": [], "usage": usage} | self.extras.times(choices[0]))
 
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         made = [self._choice(choice, choice.answer.content) | self._more(choice) for choice in choices]
-        return self.head | {"choices": made, "usage": usage}
+        return self.head | {"choices": made, "usage": usage} | self.extras.times(choices[0])
 
     def _more(self, choice: Choice) -> dict[str, Any]:
         scores = self.extras.prompt_scores(choice, self.tokenizer)

@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from server import grammar
 from server.errors import InvalidValue
-from server.schema import ChatRequest, Generation, StructuredOutputs
+from server.schema import Generation, StructuredOutputs
 from server.settings import Settings
 
 
@@ -67,7 +67,7 @@ def _wishes(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Fo
 
 
 def _response_format(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Form]]]:
-    wish = request.response_format if isinstance(request, ChatRequest) else None
+    wish = request.response_format
     if wish is None or wish.type == "text":
         return []
     if wish.type == "json_schema":
