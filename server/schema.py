@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -23,6 +24,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from server.errors import InvalidValue
 
@@ -69,6 +71,12 @@ def _by(kind: Any, wanted: str) -> Discriminator:
 
 def _one_is_a_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("wrong_value", "Input should be -1 or at least 1")
+    return value
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -315,6 +323,12 @@ class Generation(Wire):
         le=MAX_TOP_LOGPROBS,
         description="log probabilities of the prompt, with so many alternatives a token",
     )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(_not_zero)] | None = Field(
+        None, description="so many tokens of the prompt are kept; -1: as many as leave room for the answer"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="where tokens go when a prompt is truncated; absent: left, its beginning"
+    )
     timings_per_token: bool | None = Field(
         None, description="how long prompt and answer have taken, in every chunk and in the plain answer"
     )
@@ -401,7 +415,7 @@ class TokenizeRequest(Wire):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
     continue_final_message: bool | None = Field(None, description="as in a chat")
     add_generation_prompt: bool | None = Field(None, description="as in a chat")
-    add_special_tokens: bool | None = Field(None, description="with the model's begin token; absent: true")
+    add_special_tokens: bool | None = Field(None, description="with the model's begin token; absent: with `prompt`")
     return_token_strs: bool | None = Field(None, description="say the text of each token")
 
 
