@@ -137,7 +137,7 @@ def test_a_model_whose_calls_are_no_json_cannot_be_forced() -> None:
     )
     other: Any = Other()
     with pytest.raises(UnsupportedParameter, match="pythonic"):
-        tools.constraint(request, tools.read(request), ChatPrompt([1], [1], False), other)
+        tools.constraint(None, tools.read(request), ChatPrompt([1], [1], False), other)
 
 
 def test_a_real_tokenizer_tells_its_tags() -> None:
@@ -149,7 +149,7 @@ def test_a_real_tokenizer_tells_its_tags() -> None:
             "tool_choice": {"type": "function", "function": {"name": "get_time"}},
         }
     )
-    made = tools.constraint(request, tools.read(request), ChatPrompt([1], [1], False), tokenizer)
+    made = tools.constraint(None, tools.read(request), ChatPrompt([1], [1], False), tokenizer)
     assert made is not None
     assert accepts(made, call("get_time", city="Oslo"))
     assert not accepts(made, call("get_time", city="Oslo") + "\n" + call("get_time", city="Oslo"))
