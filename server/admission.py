@@ -55,8 +55,10 @@ class Capacity:
         length = len(sequence.prompt) + 1
         if length > self.context:
             raise ContextLengthExceeded(
-                f"The prompt has {len(sequence.prompt)} tokens, but the context of {self.context} tokens has to hold "
-                "it and at least one token of the answer."
+                # OpenAI's words first and llama.cpp's then: clients look for either to tell what has happened.
+                f"This model's maximum context length is {self.context} tokens. However, the prompt of "
+                f"{len(sequence.prompt)} tokens exceeds the available context size: at least one token of the answer "
+                "has to fit, too."
             )
         if self.limit and self.alone(length) > self.limit:
             raise ExceedsMemory(

@@ -92,7 +92,8 @@ def _add_middleware(app: FastAPI, served: Served) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["*"],
+            allow_methods=["GET", "POST"],
+            allow_credentials="*" not in settings.cors_origins,  # cookies of a proxy before us: only for named pages
             allow_headers=["*"],  # answered with the names that were asked for: `*` alone wouldn't cover Authorization
             allow_private_network=True,
             expose_headers=["x-request-id", "retry-after"],

@@ -17,6 +17,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from server.errors import InvalidValue, UnsupportedParameter
+from server.hazards import hazard
 from server.messages import MAX_GRAMMAR_SIZE, Grammar
 
 # One space, or a new line and its indentation: free enough for any style, and no model can fill its answer with it.
@@ -153,6 +154,8 @@ def check(schema: Any, param: str) -> None:
 
 def _fault(lark: str) -> str:
     """What is wrong with a grammar, in one line; empty if nothing is."""
+    if dangerous := hazard(lark):
+        return dangerous
     wrong, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(lark), limits=LIMITS)
     if not wrong:
         return ""

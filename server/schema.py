@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -23,6 +24,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from server.errors import InvalidValue
 
@@ -69,6 +71,12 @@ def _by(kind: Any, wanted: str) -> Discriminator:
 
 def _one_is_a_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("wrong_value", "Input should be -1 or at least 1")
+    return value
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -284,7 +292,7 @@ class Generation(Wire):
     seed: int | None = Field(
         None,
         ge=-(2**63),
-        lt=2**63,
+        le=2**63 - 1,
         description="repeats the draw whatever else runs; absent: a new one each time",
         examples=[1],
     )
@@ -295,6 +303,7 @@ class Generation(Wire):
     n: int | None = Field(None, ge=1, le=128, description="number of answers, each with its own draws", examples=[1])
     stream: bool | None = Field(None, description="send the answer as server-sent events", examples=[False])
     stream_options: StreamOptions | None = Field(None, description="only with `stream: true`")
+    response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or a JSON schema")
     structured_outputs: StructuredOutputs | None = Field(None, description="form of the answer, as vLLM has it")
     guided_json: SchemaOrText | None = Field(None, description="older name of `structured_outputs.json`")
     guided_regex: str | None = Field(None, description="older name of `structured_outputs.regex`")
@@ -314,6 +323,16 @@ class Generation(Wire):
         le=MAX_TOP_LOGPROBS,
         description="log probabilities of the prompt, with so many alternatives a token",
     )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(_not_zero)] | None = Field(
+        None, description="so many tokens of the prompt are kept; -1: as many as leave room for the answer"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="where tokens go when a prompt is truncated; absent: left, its beginning"
+    )
+    timings_per_token: bool | None = Field(
+        None, description="how long prompt and answer have taken, in every chunk and in the plain answer"
+    )
+    use_beam_search: bool | None = Field(None, description="refused when true: answers are drawn")
     user: Any = Field(None, description=IGNORED)
 
 
@@ -329,7 +348,6 @@ class ChatRequest(Generation):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="alternatives a token; only with `logprobs`", examples=[2]
     )
-    response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or a JSON schema")
     tools: list[Tool] | None = Field(None, max_length=128, description="functions that the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="whether and what is called; absent: auto", examples=["auto"]
@@ -380,6 +398,7 @@ class CompletionRequest(Generation):
         None, ge=0, le=MAX_COMPLETION_LOGPROBS, description="alternatives reported with each token", examples=[2]
     )
     best_of: int | None = Field(None, ge=0, le=20, description="only up to 1")
+    prompt_embeds: Any = Field(None, description="refused: a prompt is text or token ids")
     suffix: str | None = Field(None, description="only empty: the server doesn't fill in", examples=[""])
 
 
@@ -396,7 +415,7 @@ class TokenizeRequest(Wire):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
     continue_final_message: bool | None = Field(None, description="as in a chat")
     add_generation_prompt: bool | None = Field(None, description="as in a chat")
-    add_special_tokens: bool | None = Field(None, description="with the model's begin token; absent: true")
+    add_special_tokens: bool | None = Field(None, description="with the model's begin token; absent: with `prompt`")
     return_token_strs: bool | None = Field(None, description="say the text of each token")
 
 
@@ -425,4 +444,6 @@ def refusal(error: ValidationError) -> InvalidValue:
     path = path_of(first["loc"])
     message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
     message = message.replace(" after validation", "")
+    if first["type"].startswith(("greater_than", "less_than")):
+        message += f" ({first['type']})"  # by which vLLM's clients know a bound
     return InvalidValue(f"{path}: {message}" if path else message, param=path or None)

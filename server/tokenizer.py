@@ -79,10 +79,14 @@ class Tokenizer:
         silent: further tags that are never part of an answer's text.
         speaks_harmony: answers are messages with channels, as gpt-oss writes them.
         has_template: whether `chat` can work at all.
+        info: what the files say about the tokenizer.
     """
 
-    def __init__(self, wrapper: Any, config: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+    def __init__(
+        self, wrapper: Any, config: Mapping[str, Any], generation: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> None:
         self._hf = wrapper._tokenizer
+        self.info = {"tokenizer_class": type(self._hf).__name__, "chat_template": self._hf.chat_template, **own}
         self._vocabulary = Vocabulary(self._hf)
         self._encoder = Encoder(self._hf, self._vocabulary)
         self.vocab_size = self._vocabulary.size
@@ -107,9 +111,11 @@ class Tokenizer:
         mx.set_default_device(mx.cpu)
         from mlx_lm.utils import load_tokenizer
 
-        config, generation = _json(path / "config.json"), _json(path / "generation_config.json")
+        config, generation, own = (
+            _json(path / f"{name}.json") for name in ("config", "generation_config", "tokenizer_config")
+        )
         try:
-            return cls(load_tokenizer(path, {"trust_remote_code": trust_remote_code}), config, generation)
+            return cls(load_tokenizer(path, {"trust_remote_code": trust_remote_code}), config, generation, own)
         except Exception as error:  # foreign files and foreign code
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise StartupError(f"the tokenizer in {path} can't be loaded: {reason[:300]}") from error

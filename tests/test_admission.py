@@ -46,7 +46,7 @@ def test_the_largest_array_is_what_a_join_copies():
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers():
     capacity(context=100).check(sequence(99))
-    with pytest.raises(ContextLengthExceeded, match=r"\b100 tokens.*context of 100\b") as caught:
+    with pytest.raises(ContextLengthExceeded, match=r"context length is 100\b.*\b100 tokens") as caught:
         capacity(context=100).check(sequence(100))
     assert caught.value.status == 400
 

@@ -269,6 +269,12 @@ async def test_a_forced_call_goes_to_the_engine_with_a_grammar(choice: Any) -> N
         assert "get_time" in grammar.text
 
 
+async def test_a_response_format_may_stand_beside_a_forced_call() -> None:
+    async with run_server(engine(say=says(CALL))) as site:
+        answer = await site.chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"})
+        assert answer.json()["choices"][0]["message"]["tool_calls"]
+
+
 async def test_the_stump_of_a_forced_call_is_no_content() -> None:
     async with run_server(engine(say=says(CALL + "\n<tool_c", stop=False))) as site:
         fields = {
@@ -289,6 +295,10 @@ async def test_the_stump_of_a_forced_call_is_no_content() -> None:
     [
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        (
+            {"tool_choice": "required", "tools": [TOOL], "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         (

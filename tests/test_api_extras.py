@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from serving import HELLO, USER, engine, run_server, tokenizer
 
+import server
 from server.api.shapes import ChatCompletion, ChatCompletionChunk, TextCompletion
 
 IDS = tokenizer().encode(HELLO, bos=False)
@@ -71,6 +73,61 @@ async def test_usage_in_each_chunk_rises_to_the_whole() -> None:
             assert counts == sorted(counts)
             assert counts[-1] == last["usage"]["completion_tokens"] > counts[0]
             assert all(chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] for chunk in chunks)
+
+
+async def test_timings_come_in_every_chunk_but_the_first_and_in_the_plain_answer() -> None:
+    wish = {"timings_per_token": True, "stream_options": {"include_usage": True}}
+    async with run_server(engine(step_seconds=0.002)) as site:
+        first, *chunks, last, _ = await site.stream_chat(**wish)
+        *texts, _ = await site.stream_text(**wish)
+        plain = [(await ask(timings_per_token=True)).json() for ask in (site.chat, site.complete)]
+        untold = [(await ask()).json() for ask in (site.chat, site.complete)]
+    assert "timings" not in first
+    assert [chunk["timings"]["predicted_n"] for chunk in chunks][-1] == last["timings"]["predicted_n"] == len(IDS) + 1
+    assert all(ChatCompletionChunk.model_validate(chunk).timings for chunk in [*chunks, last])
+    assert all(TextCompletion.model_validate(chunk).timings for chunk in texts)
+    assert ChatCompletion.model_validate(plain[0]).timings
+    assert TextCompletion.model_validate(plain[1]).timings
+    for told in (last["timings"], *(answer["timings"] for answer in plain)):
+        assert min(told["prompt_ms"], told["predicted_ms"], told["prompt_per_second"]) > 0
+        assert told["predicted_per_second"] * told["predicted_ms"] == pytest.approx(1000 * (told["predicted_n"] - 1))
+        assert told["cache_n"] + told["prompt_n"] > 0
+    assert not any("timings" in answer for answer in untold)
+
+
+async def test_a_prompt_can_be_truncated_at_either_side() -> None:
+    fake, ids = engine(), list(range(5, 13))
+    async with run_server(fake) as site:
+        for side, kept in ((None, ids[-4:]), ("left", ids[-4:]), ("right", ids[:4])):
+            await site.complete(ids, truncate_prompt_tokens=4, truncation_side=side)
+            assert fake.submits[-1].sequence.prompt == kept
+        echoed = (await site.complete(ids, truncate_prompt_tokens=4, echo=True)).json()
+        assert echoed["choices"][0]["text"] == tokenizer().decode(ids[-4:]) + HELLO
+        assert echoed["usage"]["prompt_tokens"] == 4
+        await site.complete(ids, truncate_prompt_tokens=9)
+        assert fake.submits[-1].sequence.prompt == ids
+        whole = (await site.chat()).json()["usage"]["prompt_tokens"]
+        assert (await site.chat(truncate_prompt_tokens=whole - 1)).json()["usage"]["prompt_tokens"] == whole - 1
+        assert fake.submits[-1].sequence.marks == [whole - 1]
+        for wrong in ({"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2}, {"truncation_side": "up"}):
+            assert (await site.complete(ids, **wrong)).json()["error"]["param"] in wrong
+
+
+async def test_a_prompt_can_be_cut_to_what_leaves_room_for_the_answer() -> None:
+    fake = engine(context=16)
+    async with run_server(fake) as site:
+        assert (await site.complete([5] * 40, max_tokens=6)).status_code == 400
+        assert (await site.complete([5] * 40, max_tokens=6, truncate_prompt_tokens=-1)).status_code == 200
+        assert len(fake.submits[-1].sequence.prompt) == 10
+
+
+async def test_the_tokenizers_files_and_the_version_can_be_asked_for() -> None:
+    async with run_server() as site:
+        info = (await site.client.get("/tokenizer_info")).json()
+        assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert info["model_max_length"] == 32768
+        assert "<|im_start|>" in info["chat_template"]
+        assert (await site.client.get("/version")).json() == {"version": server.__version__}
 
 
 async def test_the_fingerprint_is_the_same_in_every_answer_and_chunk() -> None:

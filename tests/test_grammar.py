@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +125,47 @@ def test_too_large_and_too_deep_schemas_are_refused_before_any_work() -> None:
             grammar.answer(schema, param="S")
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": -(2**63)},
+        {"type": "number", "const": -1e30},
+        {"type": "integer", "enum": [1, -(2**63)]},
+        {"const": [{"a": -1e19}]},
+        {"multipleOf": 1_000_003},
+        {"type": "number", "multipleOf": 99999.99},
+        {"multipleOf": 1e300},
+        {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+    ],
+    ids=str,
+)
+def test_what_would_end_or_stall_the_process_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue, match=r"number below|too many digits") as caught:
+        grammar.answer({"type": "object", "properties": {"a": schema}}, param="S")
+    assert caught.value.param.startswith("S.properties.a")
+    with pytest.raises(InvalidValue, match=r"number below|too many digits"):
+        grammar.answer(rule=f"%lark {{\nstart: %json {json.dumps(schema)}\n}}", param="grammar")
+    with pytest.raises(InvalidValue) as caught:
+        grammar.answer(calls=replace(CALLS, functions=[("f", {"properties": {"a": schema}}, "tools[0]")]))
+    assert caught.value.param.startswith("tools[0]")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [-(2**53), 0, 2**63]},
+        {"type": "integer", "minimum": -(2**53), "maximum": 2**53},
+        {"multipleOf": 86_400},
+        {"type": "number", "multipleOf": 0.01},
+        {"anyOf": [{"multipleOf": 0.25}, {"multipleOf": 60}]},
+        {"properties": {"multipleOf": {"type": "string"}, "const": {"type": "integer"}}},
+    ],
+    ids=str,
+)
+def test_what_only_looks_dangerous_is_not_refused(schema: dict[str, Any]) -> None:
+    grammar.answer({"type": "object", "properties": {"a": schema}, "default": {"a": {"const": 5}}})
+
+
 def test_a_model_whose_calls_are_no_json_cannot_be_forced() -> None:
     class Other:
         tool_format = type("Form", (), {"name": "pythonic", "is_json": False})()
@@ -137,7 +179,7 @@ def test_a_model_whose_calls_are_no_json_cannot_be_forced() -> None:
     )
     other: Any = Other()
     with pytest.raises(UnsupportedParameter, match="pythonic"):
-        tools.constraint(request, tools.read(request), ChatPrompt([1], [1], False), other)
+        tools.constraint(None, tools.read(request), ChatPrompt([1], [1], False), other)
 
 
 def test_a_real_tokenizer_tells_its_tags() -> None:
@@ -149,7 +191,7 @@ def test_a_real_tokenizer_tells_its_tags() -> None:
             "tool_choice": {"type": "function", "function": {"name": "get_time"}},
         }
     )
-    made = tools.constraint(request, tools.read(request), ChatPrompt([1], [1], False), tokenizer)
+    made = tools.constraint(None, tools.read(request), ChatPrompt([1], [1], False), tokenizer)
     assert made is not None
     assert accepts(made, call("get_time", city="Oslo"))
     assert not accepts(made, call("get_time", city="Oslo") + "\n" + call("get_time", city="Oslo"))

@@ -58,6 +58,7 @@ def fault(model: type[BaseModel], /, **fields: Any) -> InvalidValue:
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": []}, "logit_bias"),
         ({"seed": 2**63}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
         ({"response_format": "json"}, "response_format"),
@@ -75,6 +76,11 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(fields: dict[str, Any
     error = fault(ChatRequest, **{"messages": USER, **fields})
     assert (error.status, error.param) == (400, param)
     assert param in error.message
+
+
+@pytest.mark.parametrize(("seed", "bound"), [(2**63, "less_than_equal"), (-(2**63) - 1, "greater_than_equal")])
+def test_a_value_out_of_range_is_told_in_a_programs_words_too(seed: int, bound: str) -> None:
+    assert fault(ChatRequest, messages=USER, seed=seed).message.endswith(f"({bound})")
 
 
 def test_null_means_absent_in_every_field() -> None:
@@ -155,6 +161,7 @@ def test_every_field_says_what_it_does(model: type[BaseModel]) -> None:
         ({"functions": []}, UnsupportedParameter, "functions"),
         ({"function_call": "auto"}, UnsupportedParameter, "function_call"),
         ({"n": 17}, UnsupportedParameter, "n"),
+        ({"use_beam_search": True}, UnsupportedParameter, "use_beam_search"),
         ({"top_logprobs": 2}, InvalidValue, "top_logprobs"),
         ({"stream_options": {}}, InvalidValue, "stream_options"),
         ({"stream": False, "stream_options": {"include_usage": True}}, InvalidValue, "stream_options"),
@@ -187,7 +194,7 @@ def test_a_wish_that_cannot_be_fulfilled_is_refused(fields: dict[str, Any], kind
     [
         {"modalities": ["text"]},
         {"stream": True, "stream_options": {"include_obfuscation": True}},
-        {"n": 16},
+        {"n": 16, "use_beam_search": False},
         {"logprobs": True, "top_logprobs": 0},
         {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "prediction": {}},
         {"messages": [{"role": "assistant"}, *USER]},
@@ -209,6 +216,7 @@ def test_every_wrong_key_of_a_bias_is_named() -> None:
     [
         ({"best_of": 2}, UnsupportedParameter),
         ({"suffix": "x"}, UnsupportedParameter),
+        ({"prompt_embeds": ["AAAA"]}, UnsupportedParameter),
         ({"max_tokens": 0}, InvalidValue),
     ],
 )

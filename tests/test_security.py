@@ -138,7 +138,8 @@ async def test_a_named_origin_is_let_in(origins: str) -> None:
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] in ("*", "http://localhost:3000")
         assert "authorization" in answer.headers["access-control-allow-headers"]
-        assert "POST" in answer.headers["access-control-allow-methods"]
+        assert answer.headers["access-control-allow-methods"] == "GET, POST"
+        assert ("access-control-allow-credentials" in answer.headers) == (origins != "*"), "only for named pages"
         refused = await site.client.get("/v1/models", headers={"Origin": "http://localhost:3000"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"], "a browser may read why"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server import messages
-from server.live import Delta, Live
+from server.live import Delta, Generation, Live
 from server.messages import TokenLogprobs
 from server.text import Answer, Content, Piece, Reasoning, TextState
 
@@ -35,7 +35,7 @@ class Choice:
     """
 
     index: int
-    sequence: messages.Sequence
+    generation: Generation
     text: TextState
     finish: str | None = None
     cached: int = 0
@@ -45,6 +45,10 @@ class Choice:
     keeps_ids: bool = False
     prompt_logprobs: list[TokenLogprobs] | None = None
     answer: Answer = field(default_factory=Answer)
+
+    @property
+    def sequence(self) -> messages.Sequence:
+        return self.generation.sequence
 
     def take(self, delta: Delta) -> list[Piece]:
         """What the news adds for the client to see."""
@@ -93,8 +97,8 @@ class Reply:
     def __init__(self, live: Live, texts: Sequence[TextState], keepalive: float, *, keeps_ids: bool = False) -> None:
         self.live = live
         self.choices = [
-            Choice(i, sequence, text, keeps_ids=keeps_ids)
-            for i, (sequence, text) in enumerate(zip(live.sequences, texts, strict=True))
+            Choice(i, generation, text, keeps_ids=keeps_ids)
+            for i, (generation, text) in enumerate(zip(live.generations, texts, strict=True))
         ]
         self._keepalive = keepalive
 

@@ -20,7 +20,7 @@ from server.api.extras import Extras
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.respond import Prepared, respond
-from server.api.sequences import Bounds, sequences
+from server.api.sequences import Bounds, sequences, truncated
 from server.api.served import Served
 from server.api.shapes import ChatCompletion, ChatCompletionChunk
 from server.schema import ChatRequest, Message
@@ -56,15 +56,17 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     policy.check_chat(request, served.settings)
     tokenizer, wish, form = served.tokenizer, tools.read(request), forms.read(request, served.settings)
     prompt = render(tokenizer, request, wish)
+    max_tokens = request.max_completion_tokens or request.max_tokens or served.settings.default_max_tokens
+    ids = truncated(prompt.ids, request, bounds, max_tokens)
     made = sequences(
         request,
-        [prompt.ids],
+        [ids],
         tokenizer=tokenizer,
         bounds=bounds,
-        max_tokens=request.max_completion_tokens or request.max_tokens or served.settings.default_max_tokens,
+        max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
         grammar=tools.constraint(form, wish, prompt, tokenizer),
-        marks=prompt.marks,
+        marks=prompt.marks if ids is prompt.ids else [len(ids)],
     )
     texts = [_text(request, wish, prompt, tokenizer, made[0].stop_ids) for _ in made]
     return Prepared(request, made, texts, _form(request, wish, served), sorted(request.model_extra or {}))

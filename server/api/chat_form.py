@@ -33,6 +33,7 @@ class ChatForm:
         self._only_calls = only_calls
         self._echo = echo
         self._before_index = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
+        self._tells_more = extras.token_ids or extras.each_usage or extras.timings
         self._after_choice = b'}],"usage":null}\n\n' if extras.usage else b"}]}\n\n"
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
@@ -62,13 +63,13 @@ class ChatForm:
             delta,
             logprobs,
             reason,
-            self._rest(choice, begins) if self._extras.token_ids or self._extras.each_usage else self._after_choice,
+            self._rest(choice, begins) if self._tells_more else self._after_choice,
         )
 
     def _rest(self, choice: Choice, begins: bool) -> bytes:
         """The end of a chunk that tells more than its delta; the first one tells of the prompt."""
         inside = b"" if begins else _members(self._extras.ids(choice))
-        outside = _members(self._extras.prompt_ids(choice)) if begins else b""
+        outside = _members(self._extras.prompt_ids(choice) if begins else self._extras.times(choice))
         if self._extras.each_usage:
             outside += _members({"usage": usage_so_far(choice, 0 if begins else choice.text.tokens)})
         elif self._extras.usage:
@@ -80,8 +81,10 @@ class ChatForm:
             return b"null"
         return encode(entries(self._spell, choice.take_scored(), self._extras.top_logprobs))
 
-    def last(self, usage: dict[str, Any]) -> bytes:
-        return event(self._head | {"choices": [], "usage": usage}) if self._extras.usage else b""
+    def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        if not self._extras.usage:
+            return b""
+        return event(self._head | {"choices": [], "usage": usage} | self._extras.times(choices[0]))
 
     # ---------------------------------------------------------------- plain
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +93,7 @@ class ChatForm:
             "prompt_logprobs": self._extras.prompt_scores(choices[0], self._tokenizer),
             "prompt_token_ids": None,
             **self._extras.prompt_ids(choices[0]),
+            **self._extras.times(choices[0]),
         }
         return self._head | {"object": "chat.completion", "choices": made, "usage": usage} | prompt
 

@@ -23,7 +23,7 @@ from server.api.logprobs import Lists, merged
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.respond import Prepared, respond
-from server.api.sequences import COMPLETION_TOKENS, Bounds, sequences
+from server.api.sequences import COMPLETION_TOKENS, Bounds, sequences, truncated
 from server.api.served import Served
 from server.api.shapes import TextCompletion
 from server.api.sse import event
@@ -61,20 +61,23 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     served.check_model(request.model)
     policy.check_completion(request, served.settings)
     given = split(request.prompt)
-    prompts = [tokenised(prompt, served.tokenizer, bounds) for prompt in given]
+    max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    whole = [tokenised(prompt, served.tokenizer, bounds) for prompt in given]
+    prompts = [truncated(ids, request, bounds, max_tokens) for ids in whole]
     made = sequences(
         request,
         prompts,
         tokenizer=served.tokenizer,
         bounds=bounds,
-        max_tokens=COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens,
+        max_tokens=max_tokens,
         logprobs=-1 if request.logprobs is None else request.logprobs,
         prompt_logprobs=bool(request.echo) and request.logprobs is not None,
         grammar=_constraint(request, served),
     )
     stops = [stop for stop in request.stop or [] if stop]
     texts = [TextState(served.tokenizer, stops=stops, stop_ids=made[0].stop_ids, chat=False) for _ in made]
-    form = _form(request, served, [_spelled(p, served.tokenizer) for p in given for _ in range(request.n or 1)])
+    read = [text if ids is all_ids else ids for text, ids, all_ids in zip(given, prompts, whole, strict=True)]
+    form = _form(request, served, [_spelled(p, served.tokenizer) for p in read for _ in range(request.n or 1)])
     return Prepared(request, made, texts, form, sorted(request.model_extra or {}))
 
 
@@ -142,14 +145,17 @@ class CompletionForm:
         prompt = {} if choice.begun else self.extras.prompt_ids(choice)
         usage = usage_so_far(choice, choice.text.tokens) if self.extras.each_usage else None
         made = self._choice(choice, text) | prompt | self.extras.ids(choice)
-        return event(self.head | {"choices": [made]} | ({"usage": usage} if self.extras.usage else {}))
+        more = ({"usage": usage} if self.extras.usage else {}) | self.extras.times(choice)
+        return event(self.head | {"choices": [made]} | more)
 
-    def last(self, usage: dict[str, Any]) -> bytes:
-        return event(self.head | {"choices": [], "usage": usage}) if self.extras.usage else b""
+    def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        if not self.extras.usage:
+            return b""
+        return event(self.head | {"choices": [], "usage": usage} | self.extras.times(choices[0]))
 
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         made = [self._choice(choice, choice.answer.content) | self._more(choice) for choice in choices]
-        return self.head | {"choices": made, "usage": usage}
+        return self.head | {"choices": made, "usage": usage} | self.extras.times(choices[0])
 
     def _more(self, choice: Choice) -> dict[str, Any]:
         scores = self.extras.prompt_scores(choice, self.tokenizer)

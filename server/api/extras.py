@@ -22,11 +22,13 @@ class Extras:
     Attributes:
         top_logprobs: alternatives of each token of the answer, or None: no log probabilities.
         prompt_logprobs: the same of the prompt's tokens.
+        timings: how long prompt and answer have taken.
         usage: the last event of a stream tells the usage; `each_usage`: each chunk does.
     """
 
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    timings: bool = False
     token_ids: bool = False
     names_ids: bool = False
     usage: bool = False
@@ -38,7 +40,7 @@ class Extras:
         usage = bool(options and options.include_usage)
         each = usage and bool(options and options.continuous_usage_stats)
         ids, named = bool(request.return_token_ids), bool(request.return_tokens_as_token_ids)
-        return cls(top_logprobs, request.prompt_logprobs, ids, named, usage, each)
+        return cls(top_logprobs, request.prompt_logprobs, bool(request.timings_per_token), ids, named, usage, each)
 
     def spelling(self, tokenizer: Tokenizer) -> Spelling:
         return by_id(tokenizer) if self.names_ids else tokenizer.spell
@@ -49,6 +51,9 @@ class Extras:
 
     def prompt_ids(self, choice: Choice) -> dict[str, Any]:
         return {"prompt_token_ids": choice.sequence.prompt} if self.token_ids else {}
+
+    def times(self, choice: Choice) -> dict[str, Any]:
+        return {"timings": timings(choice)} if self.timings else {}
 
     def prompt_scores(self, choice: Choice, tokenizer: Tokenizer) -> list[dict[str, Any] | None] | None:
         """By id; nothing comes before the first token, so nothing is known of it."""
@@ -71,6 +76,23 @@ class Extras:
             }
             for other, value in shown.items()
         }
+
+
+def timings(choice: Choice) -> dict[str, float]:
+    """How long the prompt and the tokens so far have taken, in llama.cpp's words. An answer's time begins with its
+    first token, so that one has no speed yet."""
+    times, drawn = choice.generation, choice.text.tokens
+    read = len(choice.sequence.prompt) - choice.cached
+    prompt, answer = times.first - times.submitted, times.last - times.first
+    return {
+        "cache_n": choice.cached,
+        "prompt_n": read,
+        "prompt_ms": prompt * 1000,
+        "prompt_per_second": read / prompt if prompt > 0 else 0.0,
+        "predicted_n": drawn,
+        "predicted_ms": answer * 1000,
+        "predicted_per_second": (drawn - 1) / answer if answer > 0 else 0.0,
+    }
 
 
 def usage_so_far(choice: Choice, completion: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ server's worker thread; pure. Never builds the whole grammar: an answer may also
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,10 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from server import grammar
 from server.errors import InvalidValue
-from server.schema import ChatRequest, Generation, StructuredOutputs
+from server.schema import Generation, StructuredOutputs
 from server.settings import Settings
+
+_ASCII = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ def _wishes(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Fo
 
 
 def _response_format(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Form]]]:
-    wish = request.response_format if isinstance(request, ChatRequest) else None
+    wish = request.response_format
     if wish is None or wish.type == "text":
         return []
     if wish.type == "json_schema":
@@ -106,8 +109,24 @@ def _any_object(value: Any, param: str) -> Form:
 
 
 def _regex(value: str, param: str) -> Form:
-    made = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
+    made = json.loads(LLMatcher.grammar_from_regex(ascii_classes(value)))["grammars"][0]["lark_grammar"]
     return Form(param, rule=made.removeprefix("start: ").replace("\n", "\\n"))
+
+
+def ascii_classes(pattern: str) -> str:
+    r"""`\d` and `\w` as ASCII: llguidance's are any script's, JSON Schema's are ASCII, and Python's those of its own
+    Unicode version. In a negated class they stay as they are: there the wide meaning is what all three share."""
+    out: list[str] = []
+    brackets: list[bool] = []  # around this place: whether each is negated
+    for part in re.findall(r"\\.|\[\^|.", pattern, re.DOTALL):
+        if part in _ASCII and not any(brackets):
+            part = _ASCII[part]
+        elif part in ("[", "[^"):
+            brackets.append(part == "[^")
+        elif part == "]" and brackets:
+            brackets.pop()
+        out.append(part)
+    return "".join(out)
 
 
 def _choice(value: list[str], param: str) -> Form:

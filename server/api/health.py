@@ -1,4 +1,4 @@
-"""/live, /ready, /health, /metrics, /debug/* and /.
+"""/live, /ready, /health, /metrics, /debug/*, /version and /.
 
 Owns what operators and their machines are told. Runs on the event loop; reads what the supervisor knows and never
 asks the engine, so that the answers come while it is busy, stuck or gone.
@@ -74,6 +74,11 @@ def routes(served: Served) -> APIRouter:
                 "step_seconds": snapshot.step_seconds if snapshot else {},
             }
         )
+
+    @router.get("/version", responses=errors())
+    async def version() -> dict[str, str]:
+        """The version of this server."""
+        return {"version": server.__version__}
 
     @router.get("/", responses=errors())
     async def index() -> dict[str, Any]:

@@ -44,6 +44,8 @@ def check_completion(request: CompletionRequest, settings: Settings) -> None:
     _check_common(request, settings)
     if (request.best_of or 0) > 1:
         raise UnsupportedParameter("best_of beyond 1 isn't offered; use `n`", param="best_of")
+    if request.prompt_embeds is not None:
+        raise UnsupportedParameter("Embeddings as a prompt aren't offered", param="prompt_embeds")
     if request.suffix:
         raise UnsupportedParameter("Filling in before a suffix isn't offered", param="suffix")
     if request.max_tokens == 0 and not request.echo:
@@ -54,6 +56,8 @@ def check_completion(request: CompletionRequest, settings: Settings) -> None:
 
 def _check_common(request: Generation, settings: Settings) -> None:
     _at_most(settings.max_choices, request.n or 1, "n", "answers")
+    if request.use_beam_search:
+        raise UnsupportedParameter("Beam search isn't offered", param="use_beam_search")
     if request.stream_options is not None and not request.stream:
         raise InvalidValue("stream_options needs `stream: true`", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:

@@ -35,7 +35,7 @@ class Form(Protocol):
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         """Events that tell the new pieces of one choice."""
 
-    def last(self, usage: dict[str, Any]) -> bytes:
+    def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
         """The event that tells the usage, if it is wanted."""
 
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ async def stream(reply: Reply, prepared: Prepared, record: Record) -> AsyncGener
                     yield data
                 elif not news:
                     yield KEEPALIVE
-            yield form.last(reply.usage(prepared.request.n or 1)) + DONE
+            yield form.last(reply.choices, reply.usage(prepared.request.n or 1)) + DONE
         except RequestError as error:
             reply.live.outcome = "error"
             record.error = error

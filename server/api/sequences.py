@@ -81,6 +81,16 @@ def stop_ids(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> list[
     return sorted({*wished, *(token for token in own if token < bounds.vocabulary)})
 
 
+def truncated(ids: list[int], request: Generation, bounds: Bounds, max_tokens: int | None) -> list[int]:
+    """The prompt, or the part of it that the request wants; the very same list if that is all of it."""
+    most = request.truncate_prompt_tokens
+    if most == -1:
+        most = bounds.context - min(max_tokens or 1, bounds.context - 1)
+    if most is None or len(ids) <= most:
+        return ids
+    return ids[:most] if request.truncation_side == "right" else ids[-most:]
+
+
 def sequences(
     request: Generation,
     prompts: List[list[int]],

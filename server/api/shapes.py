@@ -46,6 +46,18 @@ class Usage(Shape):
     completion_tokens_details: CompletionDetails | None = None
 
 
+class Timings(Shape):
+    """Of one answer, with `timings_per_token`; of the first one where several share an event."""
+
+    cache_n: int = Field(description="prompt tokens that needed no work")
+    prompt_n: int = Field(description="prompt tokens that were read")
+    prompt_ms: float = Field(description="from the engine's getting the prompt to the first token")
+    prompt_per_second: float
+    predicted_n: int = Field(description="tokens drawn so far")
+    predicted_ms: float = Field(description="from the first token to the last")
+    predicted_per_second: float = Field(description="0 until there is a second token")
+
+
 # ---------------------------------------------------------------- chat
 class Alternative(Shape):
     token: str = Field(description="decoded text; � where it isn't whole characters")
@@ -129,6 +141,7 @@ class ChatCompletion(Shape):
     usage: Usage
     prompt_token_ids: list[int] | None = Field(description="with `return_token_ids`")
     prompt_logprobs: PromptLogprobs | None = Field(description="with `prompt_logprobs`: a token by its id, and others")
+    timings: Timings | None = Field(None, description="with `timings_per_token`")
 
 
 class ChatCompletionChunk(Shape):
@@ -142,6 +155,7 @@ class ChatCompletionChunk(Shape):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = Field(None, description="in the first event, with `return_token_ids`")
+    timings: Timings | None = Field(None, description="with `timings_per_token`, but not in an answer's first event")
 
 
 # ---------------------------------------------------------------- text completions
@@ -172,6 +186,7 @@ class TextCompletion(Shape):
     system_fingerprint: str
     choices: list[TextChoice]
     usage: Usage | None = None
+    timings: Timings | None = Field(None, description="with `timings_per_token`")
 
 
 # ---------------------------------------------------------------- the rest

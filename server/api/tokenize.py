@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /apply-template.
+"""POST /tokenize, /detokenize and /apply-template, GET /tokenizer_info.
 
 Owns both customary forms: `content` in, as llama.cpp has it, and `prompt` or `messages` in, as vLLM has it. Tokenising
 happens in the worker thread. Never needs an engine.
@@ -57,6 +57,11 @@ def routes(served: Served) -> APIRouter:
         content = await body.read(http, served.settings.max_body_bytes)
         return await served.think(decode, served, content)
 
+    @router.get("/tokenizer_info", responses=errors())
+    async def tokenizer_info() -> dict[str, Any]:
+        """What the model's files say about its tokenizer, chat template included."""
+        return served.tokenizer.info
+
     return router
 
 
@@ -79,7 +84,8 @@ def _ids(request: TokenizeRequest, served: Served) -> list[int]:
         asked = {name: getattr(request, name) for name in CHAT_FIELDS}
         chat = ChatRequest.model_validate(asked)
         policy.check_chat(chat, served.settings)
-        return render(tokenizer, chat, tools.read(chat)).ids
+        opening = tokenizer.encode("", bos=bool(request.add_special_tokens))
+        return [*opening, *render(tokenizer, chat, tools.read(chat)).ids]
     if request.content is not None:
         return tokenizer.encode(request.content, special=True, bos=bool(request.add_special))
     if request.prompt is not None:

@@ -73,6 +73,9 @@ def _only(names: set[str], tools: Offer, param: str) -> Offer:
 def constraint(form: Form | None, wish: Wish, prompt: ChatPrompt, tokenizer: Tokenizer) -> Grammar | None:
     """The grammar that the answer must follow, if the request asks for a form."""
     if wish.forced:
+        # `response_format` is about text, and agents send it with every request; the other forms are about this answer.
+        if form is not None and not form.param.startswith("response_format"):
+            raise InvalidValue(f"{form.param}: a forced call leaves no text to give a form to", param=form.param)
         form = Form("tool_choice")
     if form is None:
         return None
