@@ -162,8 +162,8 @@ class Prefill:
                 size = self._size(reading, left)
                 if chunks and left is not None and (self._expected(reading, size) or 0.0) > left:
                     break
-                seconds = self._together(reading, waiting, left) or self._chunk([(reading, size)])
-                self._account(reading, waiting, budget, seconds)
+                chosen = self._together(reading, waiting, left) or [(reading, size)]
+                self._account(reading, waiting, budget, self._chunk(chosen))
                 chunks += 1
             if sum(r.complete and ready(r.row) for r in self.readings) >= enough:
                 break
@@ -174,12 +174,11 @@ class Prefill:
     def _begin(self, reading: Reading) -> None:
         reading.begin(*self._on_begin(reading.row))
 
-    def _together(self, reading: Reading, waiting: list[Reading], left: float | None) -> float:
-        """Read a chunk of this and of others in one pass, if there are such; the seconds that it took."""
+    def _together(self, reading: Reading, waiting: list[Reading], left: float | None) -> list[tuple[Reading, int]]:
+        """Who reads in one pass with this one, and how much; nobody if it had better read alone."""
         others = [other for other in waiting if other is not reading]
         limit = min(self._fits(reading, left), self._most() // ROOMY)
-        chosen = self._cohorts.choose(reading, others, limit, self._begin) if others else []
-        return self._chunk(chosen) if chosen else 0.0
+        return self._cohorts.choose(reading, others, limit, self._begin) if others else []
 
     def _turn(self, waiting: list[Reading], budget: float | None) -> Reading:
         """Whose chunk is next: the one with the least left, unless such are too far ahead of the oldest."""
