@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 import server
 from server.api import chat, completions, generic_tools, health, models, openapi, tokenize
-from server.api.access import Access, refusal
+from server.api.access import Access, Heads, refusal
 from server.api.security import Keys, Names, read_keys
 from server.api.served import Served
 from server.awake import while_busy
@@ -85,8 +85,9 @@ def lifespan(served: Served) -> Callable[[FastAPI], Any]:
 
 # ---------------------------------------------------------------- what every request passes
 def _add_middleware(app: FastAPI, served: Served) -> None:
-    """From the inside out: keys, CORS (so that browsers may read a 401), names, the record of the request."""
+    """From the inside out: HEAD, keys, CORS (so that browsers may read a 401), names, the record of the request."""
     settings = served.settings
+    app.add_middleware(Heads)
     app.add_middleware(Keys, keys=read_keys(settings), metrics_open=is_loopback(settings.host))
     if settings.cors_origins:
         app.add_middleware(

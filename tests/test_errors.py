@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,36 @@ async def test_bodies_that_are_no_json_object_are_400(body: bytes) -> None:
             answer = await site.client.post(path, content=body)
             assert answer.status_code == 400
             assert ErrorBody.model_validate_json(answer.content).error.code == "invalid_value"
+
+
+async def test_a_probe_may_ask_for_the_head_alone() -> None:
+    async with run_server() as site:
+        for path in ("/health", "/v1/models", "/metrics", "/"):
+            head, whole = await site.client.head(path), await site.client.get(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-type"] == whole.headers["content-type"]
+        assert (await site.client.head("/v1/models/x")).status_code == 404
+        assert (await site.client.head("/v1/completions")).status_code == 405
+        assert 'route="/v1/models"' in (await site.client.get("/metrics")).text
+
+
+async def test_a_client_that_would_rather_speak_http_2_is_answered_in_http_1() -> None:
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: %d\r\nHost: localhost"
+        b"\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n\r\n" % len(body)
+    )
+    async with run_server() as site:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(site.url.rpartition(":")[2]))
+        for pieces in ([head + body], [head, body]):
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0.05)
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            assert answer.startswith(b"HTTP/1.1 200 OK"), answer
+            length = int(re.search(rb"content-length: (\d+)", answer)[1])
+            assert b'"text_completion"' in await reader.readexactly(length)
+        writer.close()
 
 
 async def test_a_form_is_refused_and_json_of_any_name_is_read() -> None:

@@ -63,6 +63,22 @@ def request_id(headers: Headers) -> str:
     return given if _ID.fullmatch(given) else "req_" + secrets.token_hex(12)
 
 
+class Heads:
+    """HEAD is GET whose body nobody hears: uvicorn holds it back. Probes ask so."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            return await self._app(scope, receive, send)
+        inner = {**scope, "method": "GET"}  # a copy: uvicorn looks at its own
+        try:
+            await self._app(inner, receive, send)
+        finally:
+            scope["route"] = inner.get("route")
+
+
 class Access:
     """Outermost middleware: nothing leaves without a request id, a count and, if wanted, a line in the log."""
 
