@@ -22,6 +22,7 @@ from loadtests.scene import Findings, Scene
 from loadtests.sentinel import STALL_SECONDS, Sentinel
 
 STALL = 1.0  # --stall-seconds of the modes that need it short; twenty times the longest chunk is often more
+ANSWER_SECONDS = 2.0  # of an answer whose every resume is killed: one that had lived through eight deaths may be tried
 GOOD_SECONDS = 15.0  # of work before an engine stalls
 POISON = 77  # first token of a poisonous prompt
 
@@ -40,13 +41,18 @@ async def kill_during_resume(scene: Scene) -> Findings:
 async def _killed(scene: Scene, kills: int, *, during_resume: bool) -> Findings:
     tokens = scene.count(900, 300)
     with scene.server() as server:
+        began = monotonic()
         expected = await undisturbed(server.port, crew_bodies(tokens))
+        if during_resume:
+            tokens = min(tokens, max(60, round(ANSWER_SECONDS * tokens / (monotonic() - began))))
+            expected = await undisturbed(server.port, crew_bodies(tokens))
         with Sentinel(server.port) as sentinel:
             async with Crew(server.port, expected) as crew:
                 times = await _kill_again(server, crew, kills, scene.rng, during_resume)
                 await crew.leave()
         findings = scene.findings(server, "kills", len(times))
     _tell(findings, crew, times)
+    findings.figures["tokens of an answer"] = tokens
     findings.watch(sentinel)
     return findings
 

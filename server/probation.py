@@ -8,15 +8,17 @@ death before come back first, those that didn't are on probation and come back o
 delivered a token. If the engine dies while one is on probation, that one alone is blamed; three times, and it ends.
 Whoever delivers the tokens asked of it is off probation with a clean slate. The blame may still be wrong, if one of
 the others kills its engine every few tokens; so the last trial before the end is held with nobody else in the engine.
+An engine that dies with nobody on probation in it speaks for those that wait: each has one strike fewer.
 
 Eight deaths end a generation that was alone in each. In company eight deaths say as little about each as one did, so
 there they mean a longer probation: it has to get further than it got before. That finds a request that kills its
-engine every few tokens without taking those along that happened to run beside it.
+engine every few tokens without taking those along that happened to run beside it. Who got far in one of its last two
+engines doesn't do that, and is spared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -58,9 +60,15 @@ def progress(generation: Returner) -> int:
     return len(generation.generated) - generation.past.mark
 
 
-def judge(aboard: Sequence[R], *, stalled: bool) -> list[R]:
-    """Takes note of an unplanned death with `aboard` in the engine. Returns those that have to end with an error."""
+def judge(aboard: Sequence[R], *, stalled: bool, absent: Iterable[Returner] = ()) -> list[R]:
+    """Takes note of an unplanned death with `aboard` in the engine, while `absent` waited to be continued.
+
+    Returns those that have to end with an error.
+    """
     tried = [generation for generation in aboard if generation.past.trial]
+    if aboard and not tried:
+        for generation in absent:
+            generation.past.strikes = max(0, generation.past.strikes - 1)
     # A stall is often the machine's doing; in company it counts against nobody.
     blamed = tried or ([] if stalled and len(aboard) > 1 else list(aboard))
     for generation in blamed:
@@ -81,7 +89,7 @@ def _sentence(generation: Returner) -> None:
     past, tokens = generation.past, progress(generation)
     if tokens == 0:
         past.trial = max(past.trial, 1)
-    elif past.deaths >= MAX_DEATHS or past.trial:
+    elif past.trial or (past.deaths >= MAX_DEATHS and max(tokens, past.got) < LONGEST_TRIAL):
         past.trial = min(max(past.trial, tokens + 1), LONGEST_TRIAL)
     past.got, past.mark = tokens, len(generation.generated)
 

@@ -282,7 +282,7 @@ class Roster:
         self._link, self._feeding, self._tried = None, False, None
         for generation in aboard:
             self._lost(generation, cause)
-        ended = [] if planned else probation.judge(aboard, stalled=cause == "stall")
+        ended = [] if planned else probation.judge(aboard, stalled=cause == "stall", absent=self._returning)
         self._returning = deque(probation.order([*aboard, *self._returning]))
         return ended
 

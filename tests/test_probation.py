@@ -113,13 +113,48 @@ def test_eight_deaths_end_one_that_was_alone():
 def test_eight_deaths_in_company_end_nobody_but_mean_a_longer_probation():
     a, b = G(1), G(2)
     for _ in range(MAX_DEATHS):
-        assert judge([a.moves(3), b.moves(500)], stalled=False) == []
-    assert (a.past.trial, b.past.trial) == (4, LONGEST_TRIAL)
+        assert judge([a.moves(3), b.moves(40)], stalled=False) == []
+    assert (a.past.trial, b.past.trial) == (4, 41)
     a.moves(3)
     assert not has_proved_itself(a)
     assert has_proved_itself(a.moves())
     acquit(a)
     assert a.past.deaths == 0
+
+
+def test_one_that_got_far_in_one_of_its_last_two_engines_has_no_longer_probation():
+    far, near = G(1), G(2)
+    for _ in range(MAX_DEATHS):
+        judge([far.moves(LONGEST_TRIAL), near.moves(LONGEST_TRIAL - 1)], stalled=False)
+    assert (far.past.trial, near.past.trial) == (0, LONGEST_TRIAL)
+    judge([far.moves(2), near], stalled=False)
+    assert far.past.trial == 0
+    judge([far.moves(2)], stalled=False)
+    assert far.past.trial == 3
+
+
+def test_a_death_with_nobody_on_probation_in_the_engine_takes_a_strike_off_those_that_wait():
+    good, waits, clean = G(1).moves(), on_probation(2, strikes=2), on_probation(3)
+    judge([good], stalled=False, absent=[waits, clean])
+    assert (waits.past.strikes, clean.past.strikes) == (1, 0)
+    judge([good, on_probation(4)], stalled=False, absent=[waits])
+    judge([], stalled=False, absent=[waits])
+    assert waits.past.strikes == 1, "that death may be the doing of the one on probation, or no one's"
+
+
+def test_random_kills_during_each_resume_end_nobody_who_gets_on():
+    """Streams move between two pairs of kills; one request is always the last to come back."""
+    streams, last = [G(seq) for seq in range(4)], G(9)
+    everyone = [*streams, last]
+    for _ in range(25):
+        for g in streams:
+            g.moves(100)
+            if g.past.trial:
+                acquit(g)
+        assert judge(everyone, stalled=False) == []  # the last one has got nothing yet
+        back = [g for g in order(everyone) if not g.past.trial]
+        assert last not in back
+        assert judge(back, stalled=False, absent=[last]) == []
 
 
 def test_one_that_was_alone_only_at_the_eighth_death_isnt_ended_by_it():
@@ -182,7 +217,7 @@ def run(kills_after: dict[int, int], engines: int) -> tuple[set[int], set[int], 
                 running.append(returning.pop(0))
                 produced[running[-1].seq] = 0
             if any(kills_after.get(g.seq) == produced[g.seq] for g in running):
-                convicted = judge(running, stalled=False)
+                convicted = judge(running, stalled=False, absent=returning)
                 ended |= {g.seq for g in convicted}
                 waiting = [g for g in [*running, *returning] if g not in convicted]
                 break
