@@ -45,9 +45,9 @@ def eligible(reading: Member) -> bool:
 class Cohorts:
     """Chooses who reads together. Owned by the prefill lane."""
 
-    def __init__(self, way: ReadsTogether, spares: Callable[[Row, Row], bool]) -> None:
-        """`spares(row, mate)`: whether a row had better wait for its mate's prefix to be kept."""
-        self.way, self._spares = way, spares
+    def __init__(self, way: ReadsTogether, waits: Callable[[Row, list[Row]], bool] = lambda row, mates: False) -> None:
+        """`waits(row, mates)`: whether a row had better wait for the prefix of one of these to be kept."""
+        self.way, self._waits = way, waits
 
     def choose(self, first: M, others: Iterable[M], limit: int, begin: Callable[[M], None]) -> list[tuple[M, int]]:
         """(sequence, tokens) of the next pass, within `limit` tokens; a lone `first` reads as it would without us.
@@ -60,7 +60,7 @@ class Cohorts:
         for other in sorted((other for other in others if eligible(other)), key=lambda r: r.left):
             if len(mates) == MOST_ROWS or tokens > limit:  # the rest may still find a prefix of these
                 break
-            if not other.begun and any(self._spares(other.row, mate.row) for mate in mates):
+            if not other.begun and self._waits(other.row, [mate.row for mate in mates]):
                 continue
             if not other.begun:
                 begin(other)

@@ -44,7 +44,7 @@ from server.messages import (
 )
 from server.model import Loaded
 from server.prefill import ChunkFailed, Prefill
-from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, common_prefix, parts
+from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, parts
 from server.pressure import BUFFERS, Act, Verb
 from server.residency import Residency
 from server.seam import Pulse, Seam
@@ -121,7 +121,7 @@ class Loop:
             on_mark=self._keep_prefix,
             on_start=lambda size: self._enter_shape("chunk", 1 << (size - 1).bit_length()),
             most=self._affordable,
-            cohorts=Cohorts(loaded.probe.reads, self._spares),
+            cohorts=Cohorts(loaded.probe.reads, self._waits),
         )
         fresh = self._new_caches()
         windows = [size for part in parts(fresh) if (size := getattr(part, "max_size", None))]
@@ -433,18 +433,25 @@ class Loop:
         if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)) and self._has_room(length):
             self._prefix.insert_copy(tokens, row.caches)
 
-    def _spares(self, row: Row, mate: Row) -> bool:
-        """Whether what will be kept of `mate` spares `row` much of its prompt, beyond what is kept already."""
-        if not self._prefix.enabled or row.tokens[:WORTH_KEEPING] != mate.tokens[:WORTH_KEEPING]:
+    def _waits(self, row: Row, mates: list[Row]) -> bool:
+        """Whether what will be kept of a mate spares `row` much of its prompt, beyond what is kept already."""
+        alike = [mate for mate in mates if row.tokens[:WORTH_KEEPING] == mate.tokens[:WORTH_KEEPING]]
+        if not alike or not self._prefix.enabled:
             return False
-        shared = min(common_prefix(row.tokens, mate.tokens), len(row.tokens) - 1)
-        if not self._trims(mate):
-            shared = max((mark for mark in self._ends(mate) if mark <= shared), default=0)
-        return shared - self._prefix.reach(row.tokens) >= WORTH_KEEPING
+        worth = self._prefix.reach(row.tokens) + WORTH_KEEPING
+        return any(self._shares(row.tokens, mate, worth) for mate in alike)
+
+    def _shares(self, tokens: list[int], mate: Row, worth: int) -> bool:
+        """Whether `tokens` begin with so much, or more, of what will be kept of `mate`."""
+        lengths = [worth] if self._trims(mate) else [length for length in self._ends(mate) if length >= worth]
+        longest = min(len(tokens), len(mate.tokens)) - 1
+        return any(length <= longest and tokens[:length] == mate.tokens[:length] for length in lengths)
 
     def _is_awaited(self, tokens: list[int]) -> bool:
-        waiting = (reading.row.tokens for reading in self._prefill.readings if not reading.begun)
-        return any(common_prefix(tokens, others) >= WORTH_KEEPING for others in waiting)
+        """Whether somebody whose prompt isn't begun shares much of these, beyond what is kept already."""
+        waiting = [reading.row.tokens for reading in self._prefill.readings if not reading.begun]
+        worth = self._prefix.reach([*tokens, 0]) + WORTH_KEEPING if waiting else 0
+        return worth <= len(tokens) and any(others[:worth] == tokens[:worth] for others in waiting)
 
     # ------------------------------------------------------------ faults of the forward pass
     def _survive(self, error: BaseException, rows: list[Row]) -> None:

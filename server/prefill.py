@@ -126,7 +126,7 @@ class Prefill:
         self._on_mark = on_mark
         self._on_start = on_start
         self._most = most
-        self._cohorts = cohorts or Cohorts("alone", lambda row, mate: False)
+        self._cohorts = cohorts or Cohorts("alone")
         self._pace = Pace()
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
         self.readings: list[Reading] = []

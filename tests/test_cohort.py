@@ -28,7 +28,7 @@ class Passes:
         return self.inner(inputs, cache=cache)
 
 
-def lane(inner, way, *, held=lambda one: 0, marks=(), spares=lambda one, mate: False, seen=None):
+def lane(inner, way, *, held=lambda one: 0, marks=(), waits=lambda one, mates: False, seen=None):
     """A prefill lane over a model; `held(row)` tokens of a row are in its caches already."""
     rig = Rig("llama")
 
@@ -41,7 +41,7 @@ def lane(inner, way, *, held=lambda one: 0, marks=(), spares=lambda one, mate: F
     return Prefill(
         inner, rig.guard, on_begin=begin, on_chunk=lambda *_: None,
         on_mark=lambda one, length: seen.append((one.seq, length)) if seen is not None else None,
-        cohorts=Cohorts(way, spares),
+        cohorts=Cohorts(way, waits),
     )  # fmt: skip
 
 
@@ -153,7 +153,9 @@ def test_a_model_that_reads_alone_does(llama):
 def test_a_row_that_could_use_its_mates_prefix_waits_for_it(llama):
     passes = Passes(llama)
     families = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c"}
-    reading = lane(passes, "padded", spares=lambda one, mate: families[one.seq] == families[mate.seq])
+    reading = lane(
+        passes, "padded", waits=lambda one, mates: families[one.seq] in {families[mate.seq] for mate in mates}
+    )
     read(reading, rows_of(*[40] * 5), enough=1)
     assert [shape[0] for shape in passes.shapes] == [3, 2]
 

@@ -266,6 +266,18 @@ def test_a_burst_that_begins_alike_reads_the_beginning_once(alone, family):
     assert [engine.started[i].cached for i in range(6)] == [0, *[80] * 5]
 
 
+def test_a_prefix_that_is_kept_is_not_kept_again_for_those_who_wait():
+    engine = Engine(prefix_cache=10**8)
+    kept = []
+    keep = engine.loop._prefix.insert_copy
+    engine.loop._prefix.insert_copy = lambda tokens, caches: (kept.append(len(tokens)), keep(tokens, caches))
+    for i in range(50):
+        engine.submit(row(i, prompt(80) + prompt(9, i), max_tokens=2))
+    engine.run()
+    assert kept == [88]
+    assert [engine.started[i].cached for i in range(50)] == [0, *[80] * 49]
+
+
 def test_what_an_ended_row_read_is_kept_only_where_memory_has_room_for_a_copy(alone):
     engine = Engine(prefix_cache=10**8)
     engine.residency.room = engine.loop._loaded.row_bytes(68) - 1
