@@ -78,6 +78,7 @@ def lifespan(served: Served) -> Callable[[FastAPI], Any]:
                 yield
         finally:
             await supervisor.stop(supervisor.clock())
+            served.prover.close()
             served.worker.shutdown(cancel_futures=True)
 
     return alive

@@ -14,16 +14,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
+from server import prover
 from server.errors import InvalidValue, UnsupportedParameter
 from server.hazards import hazard
-from server.messages import MAX_GRAMMAR_SIZE, Grammar
+from server.messages import Grammar
+from server.prover import Prove
 
 # One space, or a new line and its indentation: free enough for any style, and no model can fill its answer with it.
 WHITESPACE = r"( |\n[ ]{0,40})"
 OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
-LIMITS = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE)
 MAX_CALLS = 16
 MAX_LOOKS = 200  # at parts of a schema, in search of the one at fault
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -73,23 +74,25 @@ def answer(
     param: str = "",
     calls: Calls | None = None,
     reasoning: Reasoning | None = None,
+    prove: Prove = prover.fault,
 ) -> Grammar:
-    """The grammar of an answer that is JSON of `schema`, or follows `rule`, or is calls, whichever are given.
+    """The grammar of an answer that is JSON of `schema`, or follows `rule`, or is calls, whichever are given. `prove`
+    says what llguidance has against a grammar.
 
     Raises InvalidValue that names the place in the request at fault.
     """
     bodies, rules = [], []
     if schema is not None:
-        check(schema, param)
+        check(schema, param, prove)
         rule = json_rule(schema)
     if rule:
         bodies.append("answer")
         rules.append(f"answer: {rule}")
     if calls is not None:
         bodies.append("calls")
-        rules += _call_rules(calls)
+        rules += _call_rules(calls, prove)
     lark = "\n".join([f"start: {_thought(reasoning)}({' | '.join(bodies)})", *rules, *_thought_rules(reasoning)])
-    if fault := _fault(lark):
+    if fault := _fault(lark, prove):
         raise InvalidValue(f"{param or 'tools'}: this can't be enforced: {fault}", param=param or "tools")
     return Grammar(LLMatcher.grammar_from_lark(lark))
 
@@ -104,7 +107,7 @@ def json_rule(schema: Any) -> str:
     return "%json " + json.dumps({**inner, "x-guidance": OPTIONS}, ensure_ascii=False)
 
 
-def _call_rules(calls: Calls) -> Iterator[str]:
+def _call_rules(calls: Calls, prove: Prove) -> Iterator[str]:
     more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if calls.several else ""
     yield f"calls: call{more}"
     yield f'call: {calls.start.symbol} "\\n" ({" | ".join(f"f{i}" for i in range(len(calls.functions)))}) "\\n" ' + (
@@ -112,7 +115,7 @@ def _call_rules(calls: Calls) -> Iterator[str]:
     )
     for index, (name, parameters, param) in enumerate(calls.functions):
         schema = ANY_OBJECT | (parameters or {})
-        check(schema, param)
+        check(schema, param, prove)
         head = quoted(f'{{"name": {json.dumps(name)}, "arguments": ')
         yield f'f{index}: {head} a{index} "}}"'
         yield f"a{index}: {json_rule(schema)}"
@@ -139,31 +142,28 @@ def _thought_rules(reasoning: Reasoning | None) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------- faults
-def check(schema: Any, param: str) -> None:
+def check(schema: Any, param: str, prove: Prove = prover.fault) -> None:
     """Raises InvalidValue, naming the innermost place at fault, when a schema can't be enforced."""
     if schema is False:
         raise InvalidValue(f"{param}: no answer could follow the schema `false`", param=param)
     try:
-        fault = _fault(f"start: {json_rule(schema)}")
+        fault = _fault(f"start: {json_rule(schema)}", prove)
     except RecursionError:
         fault = "it is nested too deeply"
     if fault:
-        place, inner = _innermost(schema, param, fault)
+        place, inner = _innermost(schema, param, fault, prove)
         raise InvalidValue(f"{place}: this schema can't be enforced: {inner}", param=place)
 
 
-def _fault(lark: str) -> str:
+def _fault(lark: str, prove: Prove) -> str:
     """What is wrong with a grammar, in one line; empty if nothing is."""
     if dangerous := hazard(lark):
         return dangerous
-    wrong, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(lark), limits=LIMITS)
-    if not wrong:
-        return ""
-    first = messages[0].removeprefix("at 1(8): failed to compile JSON schema: ")
+    first = prove(LLMatcher.grammar_from_lark(lark)).removeprefix("at 1(8): failed to compile JSON schema: ")
     return " ".join(first.partition("\n   1 |")[0].split())[:500]
 
 
-def _innermost(schema: Any, place: str, fault: str) -> tuple[str, str]:
+def _innermost(schema: Any, place: str, fault: str, prove: Prove) -> tuple[str, str]:
     """Goes down as long as a part is at fault by itself."""
     looks = MAX_LOOKS
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
@@ -174,7 +174,7 @@ def _innermost(schema: Any, place: str, fault: str) -> tuple[str, str]:
             looks -= 1
             if looks < 0:
                 break
-            if inner := _fault(f"start: {json_rule(shared | part)}"):
+            if inner := _fault(f"start: {json_rule(shared | part)}", prove):
                 schema, place, fault, found = part, place + name, inner, True
                 break
     return place, fault

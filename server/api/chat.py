@@ -65,7 +65,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
         bounds=bounds,
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
-        grammar=tools.constraint(form, wish, prompt, tokenizer),
+        grammar=tools.constraint(form, wish, prompt, tokenizer, served.prover.fault),
         marks=prompt.marks if ids is prompt.ids else [len(ids)],
     )
     texts = [_text(request, wish, prompt, tokenizer, made[0].stop_ids) for _ in made]

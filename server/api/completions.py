@@ -83,7 +83,11 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
 
 def _constraint(request: CompletionRequest, served: Served) -> Grammar | None:
     form = forms.read(request, served.settings)
-    return None if form is None else grammar.answer(form.schema, rule=form.rule, param=form.param)
+    return (
+        None
+        if form is None
+        else grammar.answer(form.schema, rule=form.rule, param=form.param, prove=served.prover.fault)
+    )
 
 
 def split(prompt: Prompt) -> list[str | list[int]]:

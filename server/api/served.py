@@ -18,13 +18,14 @@ from typing import TypeVar
 from server.errors import ModelNotFound, NotReady, StartupError
 from server.messages import Ready
 from server.metrics import Metrics
+from server.prover import Prover
 from server.settings import Settings
 from server.supervisor import Supervisor
 from server.tokenizer import Tokenizer
 
 PARTS = ("mlx-marathon", "mlx", "mlx-lm")  # what an answer's text can depend on besides the model
 LIGHT_BYTES = 4096  # of a body that takes a millisecond or two
-HEAVY = (b"json_schema", b"tools", b"logit_bias")  # whose fields may take more
+HEAVY = (b"response_format", b"structured_outputs", b"guided_", b"grammar", b"tools", b"logit_bias")  # may take more
 MAX_NOTED = 200  # names of unknown fields come from clients
 
 log = logging.getLogger("marathon.api")
@@ -48,6 +49,7 @@ class Served:
     supervisor: Supervisor
     metrics: Metrics
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="text"))
+    prover: Prover = field(default_factory=Prover)
     noted: set[str] = field(default_factory=set)  # unknown fields that the log has named
     build: str = field(default_factory=lambda: build())  # tells answers of different versions apart
 

@@ -16,6 +16,7 @@ from server.api.forms import Form
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import Calls, Reasoning, Tag
 from server.messages import Grammar
+from server.prover import Prove, fault
 from server.schema import ChatRequest, Function, NamedChoice
 from server.tokenizer import ChatPrompt, Tokenizer
 
@@ -70,7 +71,9 @@ def _only(names: set[str], tools: Offer, param: str) -> Offer:
 
 
 # ---------------------------------------------------------------- grammar
-def constraint(form: Form | None, wish: Wish, prompt: ChatPrompt, tokenizer: Tokenizer) -> Grammar | None:
+def constraint(
+    form: Form | None, wish: Wish, prompt: ChatPrompt, tokenizer: Tokenizer, prove: Prove = fault
+) -> Grammar | None:
     """The grammar that the answer must follow, if the request asks for a form."""
     if wish.forced:
         # `response_format` is about text, and agents send it with every request; the other forms are about this answer.
@@ -81,7 +84,12 @@ def constraint(form: Form | None, wish: Wish, prompt: ChatPrompt, tokenizer: Tok
         return None
     calls = _calls(wish, tokenizer, form.param) if wish.offered else None
     return grammar.answer(
-        form.schema, rule=form.rule, param=form.param, calls=calls, reasoning=_reasoning(prompt, tokenizer)
+        form.schema,
+        rule=form.rule,
+        param=form.param,
+        calls=calls,
+        reasoning=_reasoning(prompt, tokenizer),
+        prove=prove,
     )
 
 
