@@ -291,7 +291,7 @@ class Succession:
             link.drain()  # if it was us who didn't listen, its news is here
             if link is self.link and now - self._moved > limit:
                 self._kill(link, "stall", now - self._moved, limit)
-        elif now - self._ready_at > 2 * limit:
+        elif self._moved - self._ready_at > 2 * limit:
             self._stall.moved()
 
     def _kill(self, link: Link, ending: Ending, age: float, limit: float) -> None:

@@ -379,6 +379,20 @@ async def test_the_stall_limit_follows_the_longest_step(fake, counts):
         assert supervisor.actions[0].threshold == pytest.approx(1.0)
 
 
+async def test_the_time_that_an_engine_is_stuck_for_isnt_time_that_it_worked(fake, counts):
+    """After two stalls the limit is twice as long until an engine has worked well; standing still isn't work."""
+    async with supervise(fake, counts, stall_seconds=0.2) as supervisor:
+        async with supervisor.open([endless()], endpoint="chat") as live:
+            for count in (1, 2):
+                await first_tokens(live)
+                fake.stall()
+                await until(lambda count=count: supervisor.restarts == count and supervisor.is_ready)
+            await asyncio.sleep(0.5)  # of work: more than the limit, but not twice as much
+            fake.stall()
+            await until(lambda: supervisor.restarts == 3)
+        assert [act.threshold for act in supervisor.actions] == pytest.approx([0.2, 0.2, 0.4])
+
+
 async def test_an_idle_engine_is_never_stuck(fake, counts):
     async with supervise(fake, counts, stall_seconds=0.05) as supervisor:
         await asyncio.sleep(0.3)
