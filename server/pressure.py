@@ -205,11 +205,13 @@ class Slope:
             self._points.append((tokens, value, now))
             self.fit = self._solve() if len(self._points) >= MIN_POINTS else None
 
-    def _solve(self) -> Fit:
+    def _solve(self) -> Fit | None:
         count = len(self._points)
         mean_x = math.fsum(x for x, _, _ in self._points) / count
         mean_y = math.fsum(y for _, y, _ in self._points) / count
         spread = math.fsum((x - mean_x) ** 2 for x, _, _ in self._points)
+        if not spread:  # all at one and the same place
+            return None
         slope = math.fsum((x - mean_x) * (y - mean_y) for x, y, _ in self._points) / spread
         rest = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y, _ in self._points)
         return Fit(slope, student(count - 2) * math.sqrt(rest / (count - 2) / spread))

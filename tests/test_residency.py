@@ -122,6 +122,16 @@ def test_the_window_forgets_and_its_points_keep_their_distance():
     assert slope.fit.slope == pytest.approx(1)
 
 
+def test_readings_at_one_and_the_same_place_have_no_slope_yet():
+    slope = Slope(spacing=0)
+    for value in range(20):
+        slope.add(5.0, value, 0.0)
+    assert slope.fit is None
+    for tokens in range(6, 40):
+        slope.add(tokens, 2.0 * tokens, 0.0)
+    assert slope.fit is not None
+
+
 def test_too_few_points_tell_nothing():
     slope = Slope(spacing=1)
     for x in range(4):
