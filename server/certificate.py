@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SETTINGS = ("model", "trust_remote_code", "cache_dir")  # of the options, those that are the server's settings too
-TOKENS = 1000
+TOKENS, FEWEST = 1000, 400  # of a run; fewer where a step takes long
 ROWS = 3
 FLAT = 0.01  # buffers a token; the whole interval must lie within
 SHARE = 0.02  # of the streams may part at a tie: together from alone, with the guard from without
@@ -29,7 +29,7 @@ class Order:
     """What is to be certified, and how."""
 
     path: str  # the model's folder
-    tokens: int = TOKENS
+    tokens: int | None = None
     rows: int = ROWS
     buffer_limit: int | None = None
     as_json: bool = False
@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default=absent, help="MLX model folder or hub id; absent: the starter model"
     )
-    parser.add_argument("--tokens", type=_number(300), default=TOKENS, metavar="N", help=f"tokens of a run [{TOKENS}]")
+    parser.add_argument(
+        "--tokens",
+        type=_number(300),
+        metavar="N",
+        help=f"tokens of a run [{TOKENS:,}; down to {FEWEST} where the model is slow]",
+    )
     parser.add_argument("--rows", type=_number(2), default=ROWS, metavar="B", help=f"rows at a reading [{ROWS}]")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
     parser.add_argument(

@@ -21,13 +21,14 @@ from mlx_lm.models.cache import make_prompt_cache
 import server
 from server import agreement, device, metal, model, native
 from server.allocator import Unavailable
-from server.certificate import FLAT, SHARE, Agreement, Arm, Certificate, Death, Order, to_json, to_text
+from server.certificate import FEWEST, FLAT, SHARE, TOKENS, Agreement, Arm, Certificate, Death, Order, to_json, to_text
 from server.errors import StartupError
 from server.model import Loaded
 from server.pressure import Fit
 from server.rehearsal import Gauge, Plan, Run, caches_in_words, play, play_mlx_lm
 from server.residency import Off, Source
 
+RUN_SECONDS = 120.0
 BEYOND = 2  # a run to the limit is given up at so many times the predicted token
 EXIT_FAILED, EXIT_UNABLE = 1, 2
 
@@ -39,7 +40,7 @@ def certify(order: Order, tell: Tell) -> Certificate:
     """Raises StartupError when the model can't be loaded."""
     source = open_source(order)
     loaded = model.load(Path(order.path), trust_remote_code=order.trust_remote_code, probe=None, on_stage=tell)
-    plan = Plan(order.tokens, order.rows, min(loaded.probe.vocab_size, 5000))
+    plan = Plan(order.tokens or _affordable(loaded, order.rows), order.rows, min(loaded.probe.vocab_size, 5000))
     guarded = play(plan, loaded, _gauge(source, "marathon", plan, tell))
     off = play(plan, loaded, _gauge(source, "marathon, guard off", plan, tell), guard=False)
     other, death = _to_the_end(plan, loaded, source, order, tell)
@@ -70,6 +71,11 @@ def certify(order: Order, tell: Tell) -> Certificate:
         guard_changed=changed,
         faults=_faults(arms["guarded"], agreed, changed / max(1, len(guarded.texts))),
     )
+
+
+def _affordable(loaded: Loaded, rows: int) -> int:
+    """Tokens of a run: as many as a few minutes have room for, as long as they are enough to tell a slope."""
+    return max(FEWEST, min(TOKENS, int(RUN_SECONDS / (rows * model.step_seconds(loaded.model)))))
 
 
 def open_source(order: Order) -> Source:

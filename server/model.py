@@ -85,7 +85,7 @@ def try_out(model: nn.Module, weights_bytes: int) -> Probe:
     vocab, batching = _batching(model)
     if batching != "batched":
         log.warning("the model runs in groups of one: %s", batching)
-    traffic = max(weights_bytes, int(_step_seconds(model) * _bandwidth()))
+    traffic = max(weights_bytes, int(step_seconds(model) * _bandwidth()))
     return Probe(vocab, batching, row_cost(model), _chunk_peak(model), traffic, reads_together(model, batching))
 
 
@@ -294,7 +294,7 @@ def _peak(model: nn.Module, length: int) -> int:
 
 
 # ---------------------------------------------------------------- speed
-def _step_seconds(model: nn.Module) -> float:
+def step_seconds(model: nn.Module) -> float:
     """Best time of a lone decode step on a short context."""
     caches = _prefilled(model, _filler(8))
     times = []

@@ -3,6 +3,7 @@
 import argparse
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -178,3 +179,9 @@ def test_what_can_not_be_played_is_refused(arguments, tmp_path):
 def test_an_order_survives_the_way_to_the_child(tmp_path):
     order = Order(str(tmp_path), buffer_limit=5)
     assert Order(**json.loads(json.dumps(asdict(order)))) == order
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(0.001, 1000), (0.08, 500), (2.0, 400)])
+def test_a_slow_model_gets_shorter_runs_unless_told_otherwise(monkeypatch, seconds, tokens):
+    monkeypatch.setattr(certify.model, "step_seconds", lambda model: seconds)
+    assert certify._affordable(SimpleNamespace(model=None), rows=3) == tokens
