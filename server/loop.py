@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from time import perf_counter, time
@@ -44,11 +42,12 @@ from server.messages import (
 )
 from server.model import Loaded
 from server.prefill import ChunkFailed, Prefill
-from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, parts
+from server.prefix_cache import PrefixCache, parts
 from server.pressure import BUFFERS, Act, Verb
 from server.residency import Residency
 from server.seam import Pulse, Seam
 from server.settings import Settings
+from server.sharing import Sharing
 
 IDLE_SECONDS = 1.0
 WAIT_SECONDS = 0.005  # between two looks at grammars being compiled while there is nothing else to do
@@ -113,19 +112,19 @@ class Loop:
         self._seconds: dict[str, float] = defaultdict(float)
         snapshot.step_seconds = self._seconds
         self._prefix = PrefixCache(settings.prefix_cache, snapshot)
+        self._sharing = Sharing(
+            self._prefix, self._new_caches(), has_room=self._has_room, waiting=lambda: self._prefill.waiting
+        )
         self._prefill = Prefill(
             loaded.model,
             self._guard,
             on_begin=self._begin,
             on_chunk=self._chunk_done,
-            on_mark=self._keep_prefix,
+            on_mark=self._sharing.keep_prompt,
             on_start=lambda size: self._enter_shape("chunk", 1 << (size - 1).bit_length()),
             most=self._affordable,
-            cohorts=Cohorts(loaded.probe.reads, self._waits),
+            cohorts=Cohorts(loaded.probe.reads, self._sharing.waits),
         )
-        fresh = self._new_caches()
-        windows = [size for part in parts(fresh) if (size := getattr(part, "max_size", None))]
-        self._trims_below = min(windows, default=sys.maxsize) if can_trim(fresh) else 0
         self._groups = Groups(self._new_batch, loaded, settings.long_group_interval)
         self._grammars = Grammars(Path(start.model_path), loaded.probe.vocab_size)
         self._compiling: dict[int, Future[Matcher]] = {}
@@ -215,19 +214,7 @@ class Loop:
         self._snapshot.cached_tokens += min(row.cached, len(row.sequence.prompt))
         if not row.sequence.prompt_logprobs:
             self._started.append(Started(row.seq, min(row.cached, len(row.sequence.prompt))))
-        return row.cached, self._ends(row)
-
-    def _ends(self, row: Row) -> list[int]:
-        """Lengths at which a snapshot is due, also of a continued row the prompt alone: its fellow choices and the
-        next turn begin with it. Caches that can be trimmed need no others."""
-        ends = {len(row.sequence.prompt) - 1, len(row.tokens) - 1}
-        if not self._trims(row):
-            ends.update(mark for mark in row.sequence.marks if mark >= WORTH_KEEPING)
-        return sorted(ends)
-
-    def _trims(self, row: Row) -> bool:
-        """Whether the row's caches can still be trimmed once its prompt is read."""
-        return len(row.tokens) < self._trims_below
+        return row.cached, self._sharing.ends(row)
 
     def _new_caches(self) -> Caches:
         caches: Caches = make_prompt_cache(self._loaded.model)
@@ -382,7 +369,7 @@ class Loop:
         for row, message in failed:
             self._tell_failed(row, "row", message)
         try:
-            self._groups.leave(gone, self._keep_read if self._prefix.enabled else None)
+            self._groups.leave(gone, self._sharing.keep_read if self._prefix.enabled else None)
             self._groups.leave([row for row, _ in failed])
         except Exception as error:
             self._survive(error, self._groups.all_rows())
@@ -417,41 +404,9 @@ class Loop:
         each = self._loaded.probe.chunk_peak_bytes + self._loaded.row_bytes(LARGEST_CHUNK)
         return self._residency.room * LARGEST_CHUNK // max(1, each)
 
-    def _keep_read(self, tokens: list[int], take: Callable[[], Caches]) -> None:
-        """What an ended row has read is kept. It takes a copy, and under pressure that would be the first to go."""
-        if self._has_room(len(tokens)):
-            self._prefix.insert(tokens, take())
-
     def _has_room(self, length: int) -> bool:
         """For one more row's caches."""
         return self._residency.room >= self._loaded.row_bytes(length)
-
-    def _keep_prefix(self, row: Row, length: int) -> None:
-        """A snapshot is due. Caches that can be trimmed are kept whole when their row ends; before that a copy pays
-        only if somebody waits who begins alike."""
-        tokens = row.tokens[:length]
-        if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)) and self._has_room(length):
-            self._prefix.insert_copy(tokens, row.caches)
-
-    def _waits(self, row: Row, mates: list[Row]) -> bool:
-        """Whether what will be kept of a mate spares `row` much of its prompt, beyond what is kept already."""
-        alike = [mate for mate in mates if row.tokens[:WORTH_KEEPING] == mate.tokens[:WORTH_KEEPING]]
-        if not alike or not self._prefix.enabled:
-            return False
-        worth = self._prefix.reach(row.tokens) + WORTH_KEEPING
-        return any(self._shares(row.tokens, mate, worth) for mate in alike)
-
-    def _shares(self, tokens: list[int], mate: Row, worth: int) -> bool:
-        """Whether `tokens` begin with so much, or more, of what will be kept of `mate`."""
-        lengths = [worth] if self._trims(mate) else [length for length in self._ends(mate) if length >= worth]
-        longest = min(len(tokens), len(mate.tokens)) - 1
-        return any(length <= longest and tokens[:length] == mate.tokens[:length] for length in lengths)
-
-    def _is_awaited(self, tokens: list[int]) -> bool:
-        """Whether somebody whose prompt isn't begun shares much of these, beyond what is kept already."""
-        waiting = [reading.row.tokens for reading in self._prefill.readings if not reading.begun]
-        worth = self._prefix.reach([*tokens, 0]) + WORTH_KEEPING if waiting else 0
-        return worth <= len(tokens) and any(others[:worth] == tokens[:worth] for others in waiting)
 
     # ------------------------------------------------------------ faults of the forward pass
     def _survive(self, error: BaseException, rows: list[Row]) -> None:

@@ -134,6 +134,11 @@ class Prefill:
     def __len__(self) -> int:
         return len(self.readings)
 
+    @property
+    def waiting(self) -> list[Row]:
+        """Those that aren't begun."""
+        return [reading.row for reading in self.readings if not reading.begun]
+
     def insert(self, row: Row) -> None:
         """A new sequence, behind the others."""
         self.readings.append(Reading(row))

@@ -1,0 +1,72 @@
+"""What is worth keeping of what rows have read, and who had better wait for it.
+
+Owns the rules, and nothing of what is kept: that is `prefix_cache`'s. Runs in the engine process's main thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+from server.batching import Caches, Row
+from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, parts
+
+
+class Sharing:
+    """Owned by the loop."""
+
+    def __init__(
+        self, prefix: PrefixCache, fresh: Caches, *, has_room: Callable[[int], bool], waiting: Callable[[], list[Row]]
+    ) -> None:
+        """`fresh`: empty caches of the model; `has_room(length)`: for a copy of a row's caches; `waiting()`: rows
+        whose prompt isn't begun."""
+        self._prefix, self._has_room, self._waiting = prefix, has_room, waiting
+        windows = [size for part in parts(fresh) if (size := getattr(part, "max_size", None))]
+        self._trims_below = min(windows, default=sys.maxsize) if can_trim(fresh) else 0
+
+    def ends(self, row: Row) -> list[int]:
+        """Lengths at which a snapshot is due, also of a continued row the prompt alone: its fellow choices and the
+        next turn begin with it. Caches that can be trimmed need no others."""
+        ends = {len(row.sequence.prompt) - 1, len(row.tokens) - 1}
+        if not self._trims(row):
+            ends.update(mark for mark in row.sequence.marks if mark >= WORTH_KEEPING)
+        return sorted(ends)
+
+    def _trims(self, row: Row) -> bool:
+        """Whether the row's caches can still be trimmed once its prompt is read."""
+        return len(row.tokens) < self._trims_below
+
+    # ------------------------------------------------------------ keep
+    def keep_read(self, tokens: list[int], take: Callable[[], Caches]) -> None:
+        """What an ended row has read is kept. It takes a copy, and under pressure that would be the first to go."""
+        if self._has_room(len(tokens)):
+            self._prefix.insert(tokens, take())
+
+    def keep_prompt(self, row: Row, length: int) -> None:
+        """A snapshot is due. Caches that can be trimmed are kept whole when their row ends; before that a copy pays
+        only if somebody waits who begins alike."""
+        tokens = row.tokens[:length]
+        if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)) and self._has_room(length):
+            self._prefix.insert_copy(tokens, row.caches)
+
+    def _is_awaited(self, tokens: list[int]) -> bool:
+        """Whether somebody whose prompt isn't begun shares much of these, beyond what is kept already."""
+        waiting = self._waiting()
+        worth = self._prefix.reach([*tokens, 0]) + WORTH_KEEPING if waiting else 0
+        return worth <= len(tokens) and any(other.tokens[:worth] == tokens[:worth] for other in waiting)
+
+    # ------------------------------------------------------------ wait
+    def waits(self, row: Row, mates: Many[Row]) -> bool:
+        """Whether what will be kept of a mate spares `row` much of its prompt, beyond what is kept already."""
+        alike = [mate for mate in mates if row.tokens[:WORTH_KEEPING] == mate.tokens[:WORTH_KEEPING]]
+        if not alike or not self._prefix.enabled:
+            return False
+        worth = self._prefix.reach(row.tokens) + WORTH_KEEPING
+        return any(self._shares(row.tokens, mate, worth) for mate in alike)
+
+    def _shares(self, tokens: list[int], mate: Row, worth: int) -> bool:
+        """Whether `tokens` begin with so much, or more, of what will be kept of `mate`."""
+        lengths = [worth] if self._trims(mate) else [length for length in self.ends(mate) if length >= worth]
+        longest = min(len(tokens), len(mate.tokens)) - 1
+        return any(length <= longest and tokens[:length] == mate.tokens[:length] for length in lengths)
