@@ -21,6 +21,7 @@ from server.cache_guard import cache_arrays, compact
 from server.messages import Snapshot
 
 WORTH_KEEPING = 32  # shorter prefixes are quicker read than found
+MOST_ENTRIES = 64  # so that a server of many small requests levels off long before the bytes do
 LOOSE = 1.1  # an entry may pin so many times its own bytes
 
 Caches = list[Any]
@@ -127,6 +128,8 @@ class PrefixCache:
         self._bytes += pinned
         while self._bytes > self._budget and self._entries:
             self._evict("bytes")
+        while len(self._entries) > MOST_ENTRIES:
+            self._evict("size")
         self._report()
 
     def _is_worth(self, tokens: list[int]) -> bool:

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, make_promp
 from server.cache_guard import cache_arrays, pinned_bytes
 from server.messages import Snapshot
 from server.prefill import Prefill
-from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, common_prefix
+from server.prefix_cache import MOST_ENTRIES, WORTH_KEEPING, PrefixCache, can_trim, common_prefix
 
 FAMILIES = ["llama", "gemma3_text", "qwen3_5"]
 WINDOW = 32
@@ -249,6 +249,17 @@ def test_the_least_recently_used_entry_goes_first_and_the_budget_holds():
     assert snapshot.prefix_entries == 3
     assert snapshot.kv_cached_bytes == prefix._bytes <= 3 * one + one // 2
     assert snapshot.kv_cached_tokens == 300
+
+
+def test_many_small_entries_level_off_long_before_their_bytes_do():
+    snapshot = Snapshot()
+    prefix = PrefixCache(AMPLE, snapshot)
+    for seed in range(MOST_ENTRIES + 5):
+        prefix.insert(prompt(40, seed), kv(40))
+    assert len(prefix) == snapshot.prefix_entries == MOST_ENTRIES
+    assert snapshot.prefix_evictions == {"size": 5}
+    assert prefix.lookup(prompt(40, 4)) is None
+    assert prefix.lookup(prompt(40, 5)) is not None
 
 
 def test_an_entry_larger_than_the_budget_drives_nobody_out():
