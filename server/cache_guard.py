@@ -108,6 +108,12 @@ def cache_arrays(caches: Iterable[object]) -> list[mx.array]:
     return found
 
 
+def parts(caches: Iterable[Any]) -> Iterator[Any]:
+    """The caches, those inside a list of caches one by one."""
+    for layer in caches:
+        yield from getattr(layer, "caches", None) or [layer]
+
+
 # ---------------------------------------------------------------- making it concrete
 def settle(caches: Iterable[object]) -> None:
     """Evaluate the caches layer by layer: in one graph the old and the new KV of all layers would live together."""

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from server.batching import Batch, Caches, Drawn, Row
+from server.cache_guard import parts
 from server.messages import GroupState
 from server.model import Loaded
 
@@ -255,7 +256,7 @@ class Groups:
     # ------------------------------------------------------------ facts
     def growth(self) -> int:
         """Bytes that the caches will take with the next step beyond what they hold."""
-        return sum(growth(part) for layer in self.caches() for part in getattr(layer, "caches", None) or [layer])
+        return sum(growth(part) for part in parts(self.caches()))
 
     def state(self) -> list[GroupState]:
         """For /debug/batches and the metrics."""

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from server.batching import Batch, Caches, Drawn, Row
-from server.cache_guard import Guard, cache_arrays, settle
+from server.cache_guard import Guard, cache_arrays, parts, settle
 from server.cohort import Cohorts
 from server.constrain import Grammars, Matcher
 from server.faults import Faults
@@ -42,7 +42,7 @@ from server.messages import (
 )
 from server.model import Loaded
 from server.prefill import ChunkFailed, Prefill
-from server.prefix_cache import PrefixCache, parts
+from server.prefix_cache import PrefixCache
 from server.pressure import BUFFERS, Act, Verb
 from server.residency import Residency
 from server.seam import Pulse, Seam

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from server.cache_guard import cache_arrays, pinned_bytes
+from server.cache_guard import cache_arrays, parts, pinned_bytes
 from server.errors import StartupError
 from server.messages import LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.together import read_together
@@ -255,12 +255,11 @@ def _prefilled(model: nn.Module, tokens: list[int]) -> list[Any]:
 def _arrays(caches: list[Any]) -> list[tuple[mx.array, int]]:
     """Each array with the cap on its positions, that of the innermost cache that has one."""
     found: list[tuple[mx.array, int]] = []
-    for cache in caches:
-        for part in getattr(cache, "caches", None) or [cache]:
-            cap = getattr(part, "max_size", 0) or 0
-            if chunk := getattr(part, "chunk_size", 0):  # cut to that size before a step grows it again
-                cap = chunk + STEP
-            found += [(array, cap) for array in cache_arrays([part])]
+    for part in parts(caches):
+        cap = getattr(part, "max_size", 0) or 0
+        if chunk := getattr(part, "chunk_size", 0):  # cut to that size before a step grows it again
+            cap = chunk + STEP
+        found += [(array, cap) for array in cache_arrays([part])]
     return found
 
 

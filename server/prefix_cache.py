@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
-from server.cache_guard import cache_arrays, compact
+from server.cache_guard import cache_arrays, compact, parts
 from server.messages import Snapshot
 
 WORTH_KEEPING = 32  # shorter prefixes are quicker read than found
@@ -31,12 +30,6 @@ def can_trim(caches: Caches) -> bool:
     """Whether every layer can forget its newest positions, down to any length."""
     cut = any(getattr(part, "start_position", 0) for part in parts(caches))  # a chunked cache that lost its front
     return bool(can_trim_prompt_cache(caches)) and not cut
-
-
-def parts(caches: Caches) -> Iterator[Any]:
-    """The caches, those inside a list of caches one by one."""
-    for layer in caches:
-        yield from getattr(layer, "caches", None) or [layer]
 
 
 def common_prefix(a: list[int] | np.ndarray[Any, Any], b: list[int] | np.ndarray[Any, Any]) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 from server.batching import Caches, Row
-from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim, parts
+from server.cache_guard import parts
+from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim
 
 
 class Sharing:

@@ -16,6 +16,26 @@ from server.cache_guard import Guard, cache_arrays
 from server.messages import Sampling, Sequence, Snapshot
 from server.sampling import Sampler
 
+# Those that must stay flat, cost what was predicted and, all but the one that mlx-lm can't batch, say the same alone.
+FAMILIES = [
+    "llama",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_5",
+    "qwen3_next",
+    "falcon_h1",
+    "nemotron_h",
+    "mamba2",
+    "lfm2",
+    "smollm3",
+    "cohere2",
+    "kimi_linear",
+    "minimax_m3_vl",
+    "rwkv7",
+    "recurrent_gemma",
+    "deepseek_v32",
+]
+
 CLOSE = 2e-3  # how far logits of two paths may be apart, in standard deviations of the logits
 
 

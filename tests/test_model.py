@@ -4,8 +4,8 @@ import json
 
 import mlx.core as mx
 import pytest
+from driving import FAMILIES, prompt
 from driving import model as tiny_model
-from driving import prompt
 from mlx_lm.models.cache import make_prompt_cache
 
 from server import model
@@ -45,26 +45,6 @@ def test_a_model_whose_logits_are_no_numbers_when_batched_does_not_batch():
             return logits * mx.nan if inputs.shape[0] > 1 else logits
 
     assert "nan" in model._batching(Broken())[1]
-
-
-FAMILIES = [
-    "llama",
-    "gemma3_text",
-    "gpt_oss",
-    "qwen3_5",
-    "qwen3_next",
-    "falcon_h1",
-    "nemotron_h",
-    "mamba2",
-    "lfm2",
-    "smollm3",
-    "cohere2",
-    "kimi_linear",
-    "minimax_m3_vl",
-    "rwkv7",
-    "recurrent_gemma",
-    "deepseek_v32",
-]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
