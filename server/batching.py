@@ -125,7 +125,7 @@ class Batch:
         self.seqs: list[int] = []
         self.caches: Caches = []
         self._inputs: mx.array | None = None  # [B] next inputs
-        self._unread: list[int] = []  # rows whose input is a prompt token, not a drawn one
+        self._known: list[int] = []  # rows whose input is their last token: of the prompt, or told before its pass
         self._history: list[list[int]] = []  # tokens read since the rows last changed, not yet in Row.tokens
         self._until = 0  # steps before some row reaches its limit
         self._stops: frozenset[int] = frozenset()
@@ -152,7 +152,7 @@ class Batch:
     def held_tokens(self, row: Row) -> list[int]:
         """The tokens that one of my rows' caches hold: all but the last if no forward pass has taken that in."""
         self._flush()
-        missing = self._last_not_held or self.rows.index(row) in self._unread
+        missing = self._last_not_held or self.rows.index(row) in self._known
         return row.tokens[:-1] if missing else row.tokens
 
     @property
@@ -172,7 +172,7 @@ class Batch:
         inputs = [row.pending if row.pending is not None else mx.array([row.tokens[-1]]) for row in rows]
         mine = [] if self._inputs is None else [self._inputs]
         self._inputs = mx.concatenate([x.astype(mx.uint32) for x in [*mine, *inputs]])
-        self._unread += [len(self.rows) + i for i, row in enumerate(rows) if row.pending is None]
+        self._known += [len(self.rows) + i for i, row in enumerate(rows) if row.pending is None]
         drawn = [row.produced + (row.pending is not None) for row in rows]
         self._positions = np.concatenate([self._positions, np.array(drawn, dtype=np.int64)])
         self._adjust = self._adjust.join(Adjust([(row.sequence, row.tokens, row.adjust) for row in rows]))
@@ -187,7 +187,7 @@ class Batch:
         """Rows of one token have read nothing yet. Their first pass is their own: beside others it would meet zeros
         where a model may tell the first position by the absence of a state, and a batch can't extract what isn't
         there."""
-        if self._unread and len(self.rows) == 1 and self.rows[0].length == 1:
+        if self._known and len(self.rows) == 1 and self.rows[0].length == 1:
             self.step()
         for row in rows:
             if row.pending is None and row.length == 1:
@@ -225,7 +225,7 @@ class Batch:
     def _take_out(self, i: int, row: Row, scores: dict[int, TokenLogprobs]) -> None:
         assert self._inputs is not None
         row.caches = self.single_caches(i)
-        if i not in self._unread:
+        if i not in self._known:
             row.pending = self._inputs[i : i + 1]
             mx.eval(row.pending)
             row.score = scores.get(row.seq)
@@ -247,7 +247,7 @@ class Batch:
             self._shrink(keep)
             self._inputs = self._inputs[mx.array(keep)]
         place = {old: new for new, old in enumerate(keep)}
-        self._unread = [place[i] for i in self._unread if i in place]
+        self._known = [place[i] for i in self._known if i in place]
         self._positions = self._positions[keep]
         self._adjust = self._adjust.filter(keep)
         self.rows = [self.rows[i] for i in keep]
@@ -295,7 +295,7 @@ class Batch:
         assert inputs is not None
         self._last_not_held = self._all_end()
         if self._last_not_held:
-            return self._read(inputs, scores)
+            return self._read(inputs, scores, [])
         started = perf_counter()
         logits = self._model(inputs[:, None], cache=self.caches)[:, -1, :]
         forward = perf_counter()
@@ -305,12 +305,11 @@ class Batch:
         masks = None
         if self._constrained:
             mx.async_eval(logits, held)
-            masks = self._advance_constraints(inputs, failed)
+            masks = self._advance_constraints(on_host(inputs), failed)
         waited = perf_counter()
         drawn = self._draw(logits, masks, held)
         submitted = perf_counter()
-        news = self._read(inputs, scores)
-        news.failed += [(row, why) for row, why in failed if not any(row is ended for ended, _ in news.ended)]
+        news = self._read(inputs, scores, failed)
         self._inputs = drawn
         self._positions += 1
         seconds = self._seconds
@@ -320,9 +319,27 @@ class Batch:
         seconds["read"] += perf_counter() - submitted + waited - walked
         return news
 
+    def tell(self) -> Drawn:
+        """Read the newest tokens now and not with the next step, which then has nothing to tell.
+
+        For first tokens: a chunk of somebody's prompt may stand before the next step.
+        """
+        inputs, scores, self._scores = self._inputs, self._scores, None
+        assert inputs is not None
+        failed: list[tuple[Row, str]] = []
+        if self._constrained:
+            self._accept(on_host(inputs), failed)
+        news = self._read(inputs, scores, failed)
+        self._known = list(range(len(self.rows)))
+        return news
+
+    def has_told(self, row: Row) -> bool:
+        """Whether the input of one of my rows is known outside."""
+        return self.rows.index(row) in self._known
+
     def _all_end(self) -> bool:
         """Whether the tokens to be read are the last of every row: then no forward pass is needed."""
-        if self._until != 1 or self._unread:
+        if self._until != 1 or self._known:
             return False
         return all(row.sequence.max_tokens - self.produced(row) == 1 for row in self.rows)
 
@@ -339,25 +356,32 @@ class Batch:
         mx.async_eval(drawn, scores, self._adjust.state, held)
         return drawn
 
-    def _advance_constraints(self, inputs: mx.array, failed: list[tuple[Row, str]]) -> np.ndarray[Any, Any]:
+    def _advance_constraints(self, tokens: list[int], failed: list[tuple[Row, str]]) -> np.ndarray[Any, Any]:
         """Tell each grammar the newest token and ask what may follow: packed masks [C, W].
 
         A row whose grammar can't go on is added to `failed`; what it draws meanwhile is nobody's concern.
         """
-        tokens: list[int] = on_host(inputs)
+        self._accept(tokens, failed)
         masks: list[np.ndarray[Any, Any] | None] = []
-        for i in self._constrained:
-            row = self.rows[i]
-            assert row.constraint is not None
+        for row in (self.rows[i] for i in self._constrained):
             try:
-                if i not in self._unread:
-                    row.constraint.accept(tokens[i])
-                masks.append(row.constraint.mask())
+                assert row.constraint is not None
+                masks.append(None if any(row is lost for lost, _ in failed) else row.constraint.mask())
             except Exception as error:  # whatever the grammar's library raises
                 failed.append((row, f"the grammar can't go on: {error}"))
                 masks.append(None)
         width = max((len(mask) for mask in masks if mask is not None), default=0)
         return np.stack([np.full(width, -1, dtype=np.int32) if mask is None else mask for mask in masks])
+
+    def _accept(self, tokens: list[int], failed: list[tuple[Row, str]]) -> None:
+        for i in self._constrained:
+            row = self.rows[i]
+            assert row.constraint is not None
+            try:
+                if i not in self._known:
+                    row.constraint.accept(tokens[i])
+            except Exception as error:
+                failed.append((row, f"the grammar can't go on: {error}"))
 
     def _mask(self, logits: mx.array, masks: np.ndarray[Any, Any]) -> mx.array:
         if not masks.shape[1]:  # every grammar has failed
@@ -383,11 +407,14 @@ class Batch:
         return _Scores(rows, own[:, 0], best - total, ids)
 
     # ------------------------------------------------------------ reading
-    def _read(self, inputs: mx.array, scores: _Scores | None) -> Drawn:
+    def _read(self, inputs: mx.array, scores: _Scores | None, failed: list[tuple[Row, str]]) -> Drawn:
         tokens: list[int] = on_host(inputs)
         logprobs = self._logprobs(scores)
-        if self._unread:
-            return self._read_first(tokens, logprobs)
+        news = self._read_unknown(tokens, logprobs) if self._known else self._read_all(tokens, logprobs)
+        news.failed += [(row, why) for row, why in failed if not any(row is ended for ended, _ in news.ended)]
+        return news
+
+    def _read_all(self, tokens: list[int], logprobs: dict[int, TokenLogprobs]) -> Drawn:
         self._history.append(tokens)
         if len(self._history) >= FLUSH_STEPS:
             self._flush()
@@ -397,11 +424,11 @@ class Batch:
             ended = self._ends(range(len(tokens)), tokens)
         return Drawn(self.seqs, tokens, ended, logprobs)
 
-    def _read_first(self, tokens: list[int], logprobs: dict[int, TokenLogprobs]) -> Drawn:
-        """As `_read`, while some inputs are prompt tokens that nobody is to be told."""
-        silent = set(self._unread)
-        read = [i for i in range(len(self.rows)) if i not in silent]
-        self._unread = []
+    def _read_unknown(self, tokens: list[int], logprobs: dict[int, TokenLogprobs]) -> Drawn:
+        """As `_read_all`, while some inputs are tokens that everybody knows."""
+        known = set(self._known)
+        read = [i for i in range(len(self.rows)) if i not in known]
+        self._known = []
         self._flush()
         for i in read:
             self.rows[i].tokens.append(tokens[i])

@@ -159,6 +159,7 @@ class Loop:
         self._prefill.readings.clear()
         self._groups.clear()
         self._prefix.clear()
+        gc.unfreeze()
         gc.collect()
         mx.synchronize()
         mx.clear_cache()
@@ -240,10 +241,12 @@ class Loop:
     # ------------------------------------------------------------ an iteration
     def _iterate(self) -> None:
         drawn: list[Drawn] = []
+        joined: list[Row] = []
         before = self._pulse.count
         try:
             self._enforce_limit()
-            self._join(self._read_prompts())
+            joined = self._read_prompts()
+            self._join(joined)
             self._residency_turn()
             self._step(drawn)
         except ChunkFailed as failure:
@@ -251,6 +254,8 @@ class Loop:
         except Exception as error:
             self._survive(error, self._groups.stepping)
         self._deliver(drawn)  # also what groups drew before another one failed
+        if joined:
+            self._tell_first(joined)
         self._waiting = self._pulse.count == before
 
     def _enforce_limit(self) -> None:
@@ -264,7 +269,7 @@ class Loop:
         decoding = self._groups.rows
         budget = self._budget if decoding else ALONE_SECONDS
         started = perf_counter()
-        rows = self._prefill.run(budget, self._is_ready, max(JOIN_AT_LEAST, decoding // 2))
+        rows = self._prefill.run(budget, self._is_ready, max(JOIN_AT_LEAST, decoding // 2), self._budget)
         self._seconds["prefill"] += perf_counter() - started
         return [row for row in rows if not self._is_complete(row)]
 
@@ -327,6 +332,19 @@ class Loop:
         if drawn:
             self._guard.census(*(batch.caches for batch in self._groups.batches))
 
+    def _tell_first(self, joined: list[Row]) -> None:
+        """The first tokens of rows that joined in this iteration, at once: the next may begin with a long chunk."""
+        drawn: list[Drawn] = []
+        try:
+            for batch in self._groups.batches:
+                if any(any(row is new for new in joined) and not batch.has_told(row) for row in batch.rows):
+                    self._groups.stepping = batch.rows
+                    drawn.append(batch.tell())
+        except Exception as error:
+            self._survive(error, self._groups.stepping)
+        self._groups.stepping = []
+        self._deliver(drawn)
+
     def _enter_shape(self, kind: str, size: int) -> None:
         """The first of its shape may have to be compiled: the server is more patient with it."""
         self._snapshot.first_shape = (kind, size) not in self._shapes
@@ -344,7 +362,6 @@ class Loop:
         snapshot.longest_step_seconds = max(snapshot.longest_step_seconds, seconds)
         snapshot.steps += 1
         snapshot.batch_sizes[len(batch)] = snapshot.batch_sizes.get(len(batch), 0) + 1
-        snapshot.generated_tokens += len(news.tokens)
         snapshot.last_step_time = time()
         self._pulse.beat()
         return news
@@ -359,6 +376,7 @@ class Loop:
             self._leaked.append(mx.array([0] * 64))
 
     def _deliver(self, drawn: list[Drawn]) -> None:
+        self._snapshot.generated_tokens += sum(len(news.tokens) for news in drawn)
         ends = [End(row.seq, finish) for news in drawn for row, finish in news.ended]
         self._publish(drawn, ends)
         self._forgive(drawn)

@@ -151,11 +151,14 @@ class Prefill:
                 return reading.row
         return None
 
-    def run(self, budget: float | None, ready: Callable[[Row], bool], enough: int) -> list[Row]:
+    def run(
+        self, budget: float | None, ready: Callable[[Row], bool], enough: int, patience: float | None = None
+    ) -> list[Row]:
         """Read chunks until `budget` seconds are spent (None: no limit) or `enough` sequences are complete.
 
-        At least one chunk runs, so that every call makes progress. `ready(row)`: whether a row that is read may join.
-        Returns the rows to join, which leave this object.
+        At least one chunk runs, so that every call makes progress. `ready(row)`: whether a row that is read may join;
+        the first of them waits no more than `patience` seconds for others. Returns the rows to join, which leave this
+        object.
         """
         started, chunks = perf_counter(), 0
         while waiting := [r for r in self.readings if not r.complete]:
@@ -170,8 +173,12 @@ class Prefill:
                 chosen = self._together(reading, waiting, left) or [(reading, size)]
                 self._account(reading, waiting, budget, self._chunk(chosen))
                 chunks += 1
-            if sum(r.complete and ready(r.row) for r in self.readings) >= enough:
+            complete = sum(r.complete and ready(r.row) for r in self.readings)
+            if complete >= enough:
                 break
+            if complete and patience is not None:
+                until = perf_counter() - started + patience
+                budget, patience = until if budget is None else min(budget, until), None
         finished = [r for r in self.readings if r.complete and ready(r.row)]
         self.readings = [r for r in self.readings if r not in finished]
         return [r.row for r in finished]

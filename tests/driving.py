@@ -82,7 +82,9 @@ class Recorder:
 class Rig:
     """One model, any number of batches, and everything that was read from them."""
 
-    def __init__(self, name, *, guard=True):
+    def __init__(self, name, *, guard=True, tells=False):
+        """`tells`: newest tokens are told early, now and then, as the loop does after joins."""
+        self.tells = random.Random(7) if tells else None
         self.raw = model(name)
         self.model = Recorder(self.raw)
         self.snapshot = Snapshot()
@@ -117,8 +119,13 @@ class Rig:
             news = batch.step()
             self.model.rows = None
             self.guard.census(batch.caches)
-            self.take(news)
-            batch.leave([gone for gone, _ in [*news.ended, *news.failed]])
+            self._settle(batch, news)
+            if self.tells and len(batch) and self.tells.random() < 0.5:
+                self._settle(batch, batch.tell())
+
+    def _settle(self, batch, news):
+        self.take(news)
+        batch.leave([gone for gone, _ in [*news.ended, *news.failed]])
 
     def take(self, news):
         assert len(news.seqs) == len(news.tokens)

@@ -8,10 +8,16 @@ from driving import FAMILIES, Rig, prompt, row
 BATCHING = [family for family in FAMILIES if family != "minimax_m3_vl"]
 
 
+@pytest.fixture(params=[False, True], ids=["with the next step", "early"])
+def tells(request):
+    """When the newest tokens are told."""
+    return request.param
+
+
 @pytest.mark.parametrize("family", BATCHING)
-def test_text_in_a_batch_of_uneven_rows_with_joins_and_leaves_is_the_text_alone(family):
+def test_text_in_a_batch_of_uneven_rows_with_joins_and_leaves_is_the_text_alone(family, tells):
     """Windows (32 positions) turn over, rows of one token join others, rows leave and come back elsewhere."""
-    rig = Rig(family)
+    rig = Rig(family, tells=tells)
     seeded = {"temperature": 0.8, "seed": 7}
     rows = [
         row(0, prompt(5), max_tokens=34),
@@ -57,8 +63,8 @@ def started(rig, *rows):
     return batch
 
 
-def test_rows_end_at_their_own_limits_and_the_first_token_may_be_the_last(llama):
-    rig = Rig("llama")
+def test_rows_end_at_their_own_limits_and_the_first_token_may_be_the_last(llama, tells):
+    rig = Rig("llama", tells=tells)
     limits = {1: 1, 4: 1, 9: 2, 20: 7, 33: 14}
     batch = started(rig, *(row(length, prompt(length), max_tokens=limit) for length, limit in limits.items()))
     rig.run(batch)
@@ -67,8 +73,8 @@ def test_rows_end_at_their_own_limits_and_the_first_token_may_be_the_last(llama)
         assert rig.finish[length] == "length"
 
 
-def test_a_drawn_stop_id_is_delivered_as_the_last_token_also_as_the_first_one(llama):
-    rig = Rig("llama")
+def test_a_drawn_stop_id_is_delivered_as_the_last_token_also_as_the_first_one(llama, tells):
+    rig = Rig("llama", tells=tells)
     fifth = llama[20][0][4]
     rows = [
         row(4, prompt(4), max_tokens=14, stop_ids=[llama[4][0][0]]),
@@ -81,16 +87,16 @@ def test_a_drawn_stop_id_is_delivered_as_the_last_token_also_as_the_first_one(ll
     assert (rig.tokens[9], rig.finish[9]) == (llama[9][0], "length"), "others' stop ids are nobody else's"
 
 
-def test_a_stop_id_drawn_at_the_limit_counts_as_stop(llama):
-    rig = Rig("llama")
+def test_a_stop_id_drawn_at_the_limit_counts_as_stop(llama, tells):
+    rig = Rig("llama", tells=tells)
     third = llama[9][0][2]
     assert third not in llama[9][0][:2]
     rig.run(started(rig, row(9, prompt(9), max_tokens=3, stop_ids=[third]), row(4, prompt(4), max_tokens=3)))
     assert (rig.tokens[9], rig.finish) == (llama[9][0][:3], {9: "stop", 4: "length"})
 
 
-def test_a_cancelled_row_leaves_the_others_as_they_were(llama):
-    rig = Rig("llama")
+def test_a_cancelled_row_leaves_the_others_as_they_were(llama, tells):
+    rig = Rig("llama", tells=tells)
     rows = [row(length, prompt(length), max_tokens=14) for length in (4, 9, 20, 33)]
     batch = started(rig, *rows)
     rig.step(batch, 5)
@@ -103,8 +109,8 @@ def test_a_cancelled_row_leaves_the_others_as_they_were(llama):
     assert all(rig.tokens[length] == llama[length][0][: len(rig.tokens[length])] for length in (4, 9, 33))
 
 
-def test_a_batch_that_everybody_left_at_once_takes_new_rows(llama):
-    rig = Rig("llama")
+def test_a_batch_that_everybody_left_at_once_takes_new_rows(llama, tells):
+    rig = Rig("llama", tells=tells)
     rows = [row(length, prompt(length), max_tokens=14, logprobs=2) for length in (4, 9)]
     batch = started(rig, *rows)
     rig.step(batch, 4)
@@ -129,8 +135,8 @@ def test_rows_that_leave_before_their_first_step_can_join_elsewhere(llama):
         assert len(rig.logprobs[length]) == 14
 
 
-def test_no_forward_pass_runs_for_tokens_that_nobody_asked_for(llama):
-    rig = Rig("llama")
+def test_no_forward_pass_runs_for_tokens_that_nobody_asked_for(llama, tells):
+    rig = Rig("llama", tells=tells)
     rig.run(started(rig, row(4, prompt(4), max_tokens=5), row(9, prompt(9), max_tokens=5)))
     assert len(rig.model.logits[4]) == 5
 
@@ -179,8 +185,8 @@ def assert_logprobs(rig, one, logits, tokens):
         assert [value for _, value in entry.top] == pytest.approx([plain[i] for i, _ in entry.top], abs=1e-3)
 
 
-def test_logprobs_are_those_of_the_drawn_tokens_through_joins_leaves_and_moves():
-    rig = Rig("llama")
+def test_logprobs_are_those_of_the_drawn_tokens_through_joins_leaves_and_moves(tells):
+    rig = Rig("llama", tells=tells)
     drawn = {"temperature": 1.2, "seed": 3}
     rows = [
         row(0, prompt(4), max_tokens=12, logprobs=3),
@@ -232,8 +238,8 @@ class Only:
 
 
 @pytest.mark.parametrize("mates", [(), (4,), (4, 33)])
-def test_constrained_rows_draw_what_their_masks_allow_and_their_logprobs_are_the_models_own(llama, mates):
-    rig = Rig("llama")
+def test_constrained_rows_draw_what_their_masks_allow_and_their_logprobs_are_the_models_own(llama, mates, tells):
+    rig = Rig("llama", tells=tells)
     one = row(0, prompt(9), max_tokens=10, logprobs=2)
     one.constraint = Only(range(100, 130))
     other = row(1, prompt(20), max_tokens=10, temperature=1.0)
@@ -249,8 +255,8 @@ def test_constrained_rows_draw_what_their_masks_allow_and_their_logprobs_are_the
         assert rig.tokens[length] == llama[length][0]
 
 
-def test_a_constrained_row_that_moves_is_told_each_token_once():
-    rig = Rig("llama")
+def test_a_constrained_row_that_moves_is_told_each_token_once(tells):
+    rig = Rig("llama", tells=tells)
     one = row(0, prompt(9), max_tokens=10)
     one.constraint = Only(range(100, 130))
     first, second = started(rig, one, row(1, prompt(4), max_tokens=10)), rig.batch()
@@ -262,8 +268,8 @@ def test_a_constrained_row_that_moves_is_told_each_token_once():
     assert len(one.constraint.accepted) <= 10
 
 
-def test_a_grammar_that_gives_up_fails_its_own_row_only(llama):
-    rig = Rig("llama")
+def test_a_grammar_that_gives_up_fails_its_own_row_only(llama, tells):
+    rig = Rig("llama", tells=tells)
     rows = {seq: row(seq, prompt(5, seq), max_tokens=8) for seq in range(4)}
     rows[0].constraint = Only([55], refuses=55)
     rows[1].constraint = Only([66], masks=3)
@@ -277,8 +283,8 @@ def test_a_grammar_that_gives_up_fails_its_own_row_only(llama):
     assert rig.tokens[20] == llama[20][0]
 
 
-def test_a_row_that_ends_and_fails_at_once_has_ended(llama):
-    rig = Rig("llama")
+def test_a_row_that_ends_and_fails_at_once_has_ended(llama, tells):
+    rig = Rig("llama", tells=tells)
     one = row(0, prompt(9), max_tokens=2)
     one.constraint = Only([5], masks=2)
     rig.run(started(rig, one, row(20, prompt(20), max_tokens=14)))

@@ -231,6 +231,25 @@ def test_a_cancelled_row_is_gone_in_every_phase(alone):
     assert engine.seam.waits[-1] == IDLE_SECONDS
 
 
+def test_a_first_token_is_told_before_the_next_chunk_of_a_longer_prompt(alone):
+    engine = Engine(prefill_stall_ms=1)
+    short, long, later = row(0, prompt(9), max_tokens=30), row(1, prompt(900), max_tokens=3), row(2, prompt(20, 1))
+    for one in (short, long):
+        engine.submit(one)
+    engine.turn()
+    assert engine.tokens == {0: alone(short)[:1]}
+    engine.turn()
+    assert engine.loop._prefill.readings, "the long one is still being read"
+    engine.submit(later)
+    while 2 not in engine.tokens:
+        chunks = engine.pulse.count
+        engine.turn()
+    assert engine.pulse.count <= chunks + 2, "a chunk and a step"
+    engine.run()
+    assert_all_right(engine, [short, long, later], alone)
+    assert engine.snapshot.generated_tokens == sum(map(len, engine.tokens.values()))
+
+
 def test_prompt_logprobs_come_once_and_a_request_for_no_tokens_ends(alone):
     engine = Engine()
     engine.submit(row(0, prompt(30), max_tokens=0, prompt_logprobs=True, logprobs=2))

@@ -58,8 +58,8 @@ class Bench:
     def insert(self, seq, length, **options):
         self.lane.insert(row(seq, [5] * length, **options))
 
-    def run(self, budget=None, enough=1000):
-        return [one.seq for one in self.lane.run(budget, lambda one: True, enough)]
+    def run(self, budget=None, enough=1000, patience=None):
+        return [one.seq for one in self.lane.run(budget, lambda one: True, enough, patience)]
 
 
 @pytest.fixture
@@ -264,6 +264,18 @@ def test_enough_complete_prompts_end_a_run_early(bench):
     assert len(bench.run(budget=10.0, enough=4)) == 4
     assert len(bench.run(budget=10.0, enough=4)) == 4
     assert len(bench.run(budget=10.0, enough=4)) == 2
+
+
+def test_a_complete_prompt_waits_for_longer_ones_only_as_long_as_running_rows_would(bench):
+    bench.insert(9, 200)
+    bench.run()  # the pace is learned
+    for seq, length in enumerate((60, 4000, 4000)):
+        bench.insert(seq, length)
+    before = bench.clock()
+    assert bench.run(budget=10.0, enough=4, patience=0.1) == [0]
+    assert bench.clock() - before < 0.15
+    while len(bench.lane):
+        bench.run(budget=10.0, enough=4, patience=0.1)
 
 
 def test_rows_that_are_not_ready_stay_and_do_not_hold_others_up(bench):
