@@ -9,6 +9,7 @@ main thread is stuck. It never sees text or HTTP.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import socket
@@ -67,6 +68,8 @@ def run(seam: Seam, start: Start, settings: Settings) -> int:
     except StartupError as error:
         seam.send(messages.LoadFailed(start.epoch, str(error)))
         return 2
+    gc.collect()
+    gc.freeze()  # what is there now stays: a full collection looks through all of it, between two tokens
     try:
         engine.run()
     except loop.Wedged as error:
