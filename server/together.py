@@ -29,6 +29,6 @@ def read_together(model: Any, rows: list[list[Any]], tokens: list[list[int]]) ->
             layer.finalize()
     mx.eval(cache_arrays(merged))
     singles = [[layer.extract(i) for layer in merged] for i in range(len(rows))]
-    for caches in singles:
-        compact(caches)
+    for layers in zip(*singles, strict=True):  # one wait a layer: a wait a row would cost more than the copies
+        compact([list(layers)])
     return singles
