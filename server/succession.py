@@ -291,8 +291,8 @@ class Succession:
             link.drain()  # if it was us who didn't listen, its news is here
             if link is self.link and now - self._moved > limit:
                 self._kill(link, "stall", now - self._moved, limit)
-        elif self._moved - self._ready_at > 2 * limit:
-            self._stall.moved()
+        else:
+            self._stall.worked(self._moved - self._ready_at, self.snapshot)
 
     def _kill(self, link: Link, ending: Ending, age: float, limit: float) -> None:
         log.warning("engine %d hasn't moved for %.1f s (%s limit %.1f s) and is killed", link.pid, age, ending, limit)

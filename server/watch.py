@@ -27,8 +27,7 @@ class StallLimit:
 
     def seconds(self, snapshot: messages.Snapshot | None) -> float:
         """The limit for the step or chunk under way."""
-        longest = snapshot.longest_step_seconds if snapshot else 0.0
-        limit = max(self._base, STEPS_FACTOR * longest)
+        limit = self._usual(snapshot)
         if snapshot and snapshot.first_shape:
             limit *= FIRST_SHAPE_FACTOR
         doubled: float = limit * 2 ** max(0, self._kills - 1)
@@ -39,9 +38,14 @@ class StallLimit:
         self._kills += 1
         return self._kills > 1
 
-    def moved(self) -> None:
-        """An engine has worked for longer than the limit: whatever was slow is over."""
-        self._kills = 0
+    def worked(self, seconds: float, snapshot: messages.Snapshot | None) -> None:
+        """An engine has worked for so long. Beyond twice the limit that it had at first, whatever was slow is over;
+        a limit that was raised doesn't count, or it would itself take ever longer to be undone."""
+        if seconds > 2 * self._usual(snapshot):
+            self._kills = 0
+
+    def _usual(self, snapshot: messages.Snapshot | None) -> float:
+        return max(self._base, STEPS_FACTOR * (snapshot.longest_step_seconds if snapshot else 0.0))
 
 
 class Backoff:

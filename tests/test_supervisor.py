@@ -381,16 +381,29 @@ async def test_the_stall_limit_follows_the_longest_step(fake, counts):
 
 async def test_the_time_that_an_engine_is_stuck_for_isnt_time_that_it_worked(fake, counts):
     """After two stalls the limit is twice as long until an engine has worked well; standing still isn't work."""
-    async with supervise(fake, counts, stall_seconds=0.2) as supervisor:
+    async with supervise(fake, counts, stall_seconds=0.3) as supervisor:
         async with supervisor.open([endless()], endpoint="chat") as live:
-            for count in (1, 2):
+            for count in (1, 2, 3):
+                await first_tokens(live)
+                await asyncio.sleep(0.3)  # of work: not twice the limit
+                fake.stall()
+                await until(lambda count=count: supervisor.restarts == count and supervisor.is_ready)
+        assert [act.threshold for act in supervisor.actions] == pytest.approx([0.3, 0.3, 0.6])
+
+
+async def test_an_engine_that_has_worked_well_brings_the_usual_stall_limit_back(fake, counts):
+    """However long the raised one was."""
+    async with supervise(fake, counts, stall_seconds=0.1) as supervisor:
+        async with supervisor.open([endless()], endpoint="chat") as live:
+            for count in (1, 2, 3, 4):
                 await first_tokens(live)
                 fake.stall()
                 await until(lambda count=count: supervisor.restarts == count and supervisor.is_ready)
-            await asyncio.sleep(0.5)  # of work: more than the limit, but not twice as much
+            await first_tokens(live)
+            await asyncio.sleep(0.4)
             fake.stall()
-            await until(lambda: supervisor.restarts == 3)
-        assert [act.threshold for act in supervisor.actions] == pytest.approx([0.2, 0.2, 0.4])
+            await until(lambda: supervisor.restarts == 5)
+        assert [act.threshold for act in supervisor.actions] == pytest.approx([0.1, 0.1, 0.2, 0.4, 0.1])
 
 
 async def test_an_idle_engine_is_never_stuck(fake, counts):
