@@ -22,8 +22,8 @@ from time import perf_counter
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from server.batching import Batch, Caches, Row
-from server.cache_guard import Guard, cache_arrays
+from server.batching import Batch, Row
+from server.cache_guard import Caches, Guard, cache_arrays
 from server.groups import Groups
 from server.messages import Sampling, Sequence, Snapshot
 from server.model import Loaded, load

@@ -16,8 +16,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from server.batching import Batch, Caches, Row
-from server.cache_guard import Guard
+from server.batching import Batch, Row
+from server.cache_guard import Caches, Guard
 from server.certificate import Agreement
 from server.messages import Sampling, Sequence, Snapshot
 from server.model import Loaded

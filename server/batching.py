@@ -22,13 +22,12 @@ import mlx.core as mx
 import numpy as np
 
 from server.adjust import Adjust
-from server.cache_guard import Guard, compact
+from server.cache_guard import Caches, Guard, compact
 from server.messages import Finish, Sequence, TokenLogprobs
 from server.sampling import Sampler, top_candidates
+from server.together import Shared, merged
 
 FLUSH_STEPS = 256  # steps whose tokens may wait to be moved into the rows: bounds what a join has to do
-
-Caches = list[Any]
 
 
 def on_host(array: mx.array) -> Any:
@@ -59,7 +58,8 @@ class Row:
     seq: int
     sequence: Sequence
     tokens: list[int]  # prompt and output, as delivered
-    caches: Caches = field(default_factory=list)  # single; empty while the row sits in a batch
+    caches: Caches = field(default_factory=list)  # single; empty while the row sits in a batch or shares its caches
+    shared: Shared | None = None  # with the rows that it was read with, on the way into a batch
     pending: mx.array | None = None  # [1] drawn, not yet read; None: the last token is the next input
     constraint: Constraint | None = None
     adjust: mx.array | None = None  # penalty counts while the row moves between batches
@@ -79,6 +79,10 @@ class Row:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    def single(self) -> Caches:
+        """Caches of nobody else, copied if need be."""
+        return self.caches if self.shared is None else self.shared.single(self.seq)
 
 
 @dataclass(slots=True)
@@ -162,13 +166,14 @@ class Batch:
 
     # ------------------------------------------------------------ membership
     def join(self, rows: Many[Row]) -> None:
-        """Take rows with single caches. Evaluated at once, layer by layer, so that no chain of joins is kept."""
+        """Take rows, with single caches or those of their pass. Evaluated at once, layer by layer, so that no chain of
+        joins is kept."""
         if not rows:
             return
         if len(self.rows) + len(rows) > 1:
             self._begin(rows)
         self._flush()
-        self._merge([row.caches for row in rows])
+        rows = self._merge(rows)
         inputs = [row.pending if row.pending is not None else mx.array([row.tokens[-1]]) for row in rows]
         mine = [] if self._inputs is None else [self._inputs]
         self._inputs = mx.concatenate([x.astype(mx.uint32) for x in [*mine, *inputs]])
@@ -179,7 +184,7 @@ class Batch:
         for row in rows:
             if row.score is not None:
                 self._moved_scores[row.seq] = row.score
-            row.caches, row.pending, row.adjust, row.score = [], None, None, None
+            row.caches, row.shared, row.pending, row.adjust, row.score = [], None, None, None, None
         self.rows += rows
         self._refresh()
 
@@ -196,20 +201,27 @@ class Batch:
                 alone.step()
                 alone.leave([row], keep_caches=True)
 
-    def _merge(self, singles: list[Caches]) -> None:
-        if not self.rows and len(singles) == 1:
-            self.caches = singles[0]
-            return
+    def _merge(self, rows: Many[Row]) -> list[Row]:
+        """Take the rows' caches behind mine; the rows in the order of their caches."""
+        if not self.rows and len(rows) == 1:
+            self.caches = rows[0].single()
+            return list(rows)
+        passes = _whole_passes(rows)
+        ordered = [row for _, own in passes for row in own]
+        rest = [row for row in rows if not any(row is one for one in ordered)]
+        blocks = [shared.caches for shared, _ in passes]
+        if rest:
+            blocks.append(merged([row.single() for row in rest]))
         if len(self.rows) == 1:
-            singles = [self.caches, *singles]
-        merged = [layers[0].merge(list(layers)) for layers in zip(*singles, strict=True)]
-        if len(self.rows) > 1:
-            for mine, other in zip(self.caches, merged, strict=True):
+            self.caches = merged([self.caches])
+        if not self.rows:
+            self.caches, *blocks = blocks
+            self._guard.settle(self.caches)
+        for block in blocks:
+            for mine, other in zip(self.caches, block, strict=True):
                 mine.extend(other)
                 self._guard.settle([mine])
-        else:
-            self.caches = merged
-            self._guard.settle(merged)
+        return ordered + rest
 
     def leave(self, rows: Many[Row], *, keep_caches: bool = False) -> None:
         """Drop rows. With `keep_caches` each gets compacted single caches and what else it needs to join again."""
@@ -452,3 +464,10 @@ class Batch:
         found = self._moved_scores | (scores.read() if scores is not None else {})
         self._moved_scores = {}
         return {seq: found[seq] for seq in self.seqs if seq in found}  # rows that left since are others' business
+
+
+def _whole_passes(rows: Many[Row]) -> list[tuple[Shared, list[Row]]]:
+    """The passes all of whose rows are here, and these in the order of its caches."""
+    here = {row.seq: row for row in rows}
+    passes = {id(row.shared): row.shared for row in rows if row.shared is not None}
+    return [(one, [here[seq] for seq in one.seqs]) for one in passes.values() if here.keys() >= set(one.seqs)]

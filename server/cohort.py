@@ -86,13 +86,15 @@ class Cohorts:
 
     @staticmethod
     def _even(mates: list[M], limit: int) -> list[tuple[M, int]]:
-        """The largest power of two that two of them can read, and all who can: a few passes read any lengths."""
+        """The number of tokens, and all who have so many, that get the most tokens read in one pass."""
         first = mates[0]
         alike = [mate for mate in mates if bool(mate.done) == bool(first.done)]  # a fresh state is no state yet
-        if len(alike) < 2:
-            return []
-        second = sorted(mate.next_stop() for mate in alike)[-2]
-        size = 1 << (min(limit // 2, second).bit_length() - 1)
-        able = [mate for mate in alike if mate.next_stop() >= size]
-        most = min(limit // size, POSITIONS // max(mate.done + size for mate in able))
-        return [(mate, size) for mate in able[:most]]
+        best: tuple[int, list[M]] = (0, [])
+        for size in {min(mate.next_stop(), limit // 2) for mate in alike}:
+            able = [mate for mate in alike if mate.next_stop() >= size]
+            most = min(limit // size, POSITIONS // max(mate.done + size for mate in able))
+            if min(most, len(able)) < 2:
+                continue
+            best = max(best, (size, able[:most]), key=lambda found: found[0] * len(found[1]))
+        size, able = best
+        return [(mate, size) for mate in able]

@@ -16,8 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from server.batching import Batch, Caches, Drawn, Row
-from server.cache_guard import parts
+from server.batching import Batch, Drawn, Row
+from server.cache_guard import Caches, parts
 from server.messages import GroupState
 from server.model import Loaded
 

@@ -17,8 +17,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from server.batching import Batch, Caches, Drawn, Row
-from server.cache_guard import Guard, cache_arrays, parts, settle
+from server.batching import Batch, Drawn, Row
+from server.cache_guard import Caches, Guard, cache_arrays, parts, settle
 from server.cohort import Cohorts
 from server.constrain import Grammars, Matcher
 from server.faults import Faults
@@ -452,7 +452,7 @@ class Loop:
 
     def _recover(self, row: Row) -> None:
         self._rebuilt.add(row.seq)
-        row.caches, row.pending, row.adjust, row.score, row.constraint = [], None, None, None, None
+        row.caches, row.shared, row.pending, row.adjust, row.score, row.constraint = [], None, None, None, None, None
         row.prompt_scores = []
         if row.sequence.grammar is not None:
             self._compiling[row.seq] = self._grammars.compile(row.sequence, row.tokens[len(row.sequence.prompt) :])

@@ -23,7 +23,7 @@ from mlx_lm.utils import load_model
 from server.cache_guard import cache_arrays, parts, pinned_bytes
 from server.errors import StartupError
 from server.messages import LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
-from server.together import read_together
+from server.together import merged, read_together, taken_apart
 
 log = logging.getLogger("marathon.engine")
 
@@ -154,29 +154,34 @@ def reads_together(model: nn.Module, batching: str) -> ReadsTogether:
     ]
     for way, cut in ways:
         try:
-            apart = max(_distance(a, b) for a, b in zip(alone, _read_by_parts(model, prompts, cut, way), strict=True))
+            found = _read_by_parts(model, prompts, cut, way)
         except Exception as error:  # whatever a model file of somebody's raises
             log.debug("prompts can't be read %s: %s", way, _first_line(error))
             continue
-        if apart <= allowed:
+        if max(_distance(a, b) for logits in found for a, b in zip(alone, logits, strict=True)) <= allowed:
             return way
     return "alone"
 
 
 def _read_by_parts(
     model: nn.Module, prompts: list[list[int]], cut: Callable[[int], list[int]], way: ReadsTogether
-) -> list[mx.array]:
-    """Logits [V] of each prompt's last token after its other tokens were read in pieces of the sizes that `cut` gives;
-    in the even way pieces of different sizes are read alone."""
-    caches, texts = [make_prompt_cache(model) for _ in prompts], [iter(prompt) for prompt in prompts]
+) -> list[list[mx.array]]:
+    """Logits [V] of each prompt's last token after its other tokens were read in pieces of the sizes that `cut` gives,
+    with the last pass taken apart, and left as it is. In the even way pieces of different sizes are read alone."""
+    singles, texts = [make_prompt_cache(model) for _ in prompts], [iter(prompt) for prompt in prompts]
+    everyone, shared = list(range(len(prompts))), []
     for sizes in zip(*(cut(len(prompt) - 1) for prompt in prompts), strict=True):
         pieces = [list(islice(text, size)) for text, size in zip(texts, sizes, strict=True)]
         if way == "padded" or len(set(sizes)) == 1:
-            caches = read_together(model, caches, pieces)
+            shared = read_together(model, singles, pieces)
+            singles = taken_apart(shared, everyone)
             continue
-        for piece, own in zip(pieces, caches, strict=True):
+        for piece, own in zip(pieces, singles, strict=True):
             model(mx.array([piece]), cache=own)
-    return [_next(model, list(text), own)[0] for text, own in zip(texts, caches, strict=True)]
+    last = [list(text) for text in texts]
+    apart = [_next(model, tokens, own)[0] for tokens, own in zip(last, singles, strict=True)]
+    together = model(mx.array(last), cache=shared)[:, -1]
+    return [apart, [together[i] for i in everyone]]
 
 
 def _selects_from(model: nn.Module) -> int:
@@ -203,12 +208,12 @@ def _next(model: nn.Module, tokens: list[int], caches: list[Any]) -> mx.array:
 
 
 def _together(model: nn.Module, tokens: list[int], singles: list[list[Any]]) -> mx.array:
-    merged = [layers[0].merge(list(layers)) for layers in zip(*singles, strict=True)]
-    logits = _next(model, tokens, merged)
-    for layer in merged:  # the ways out of a batch must exist as well
+    caches = merged(singles)
+    logits = _next(model, tokens, caches)
+    for layer in caches:  # the ways out of a batch must exist as well
         layer.extend(layer.extract(0).merge([layer.extract(0)]))
         layer.filter(mx.array([0]))
-    mx.eval(cache_arrays(merged))
+    mx.eval(cache_arrays(caches))
     return logits
 
 

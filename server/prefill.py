@@ -20,7 +20,7 @@ from server.cache_guard import Guard, cache_arrays
 from server.cohort import ROOMY, Cohorts
 from server.messages import LARGEST_CHUNK, TokenLogprobs
 from server.sampling import top_candidates
-from server.together import read_together
+from server.together import Shared, kept, read_together, taken_apart
 
 CHUNKS = (LARGEST_CHUNK, 1024, 512, 256, 128, 64)
 _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocabulary and all
@@ -181,6 +181,8 @@ class Prefill:
                 budget, patience = until if budget is None else min(budget, until), None
         finished = [r for r in self.readings if r.complete and ready(r.row)]
         self.readings = [r for r in self.readings if r not in finished]
+        for reading in self.readings:  # what is shared doesn't outlive the iteration
+            reading.row.caches, reading.row.shared = reading.row.single(), None
         return [r.row for r in finished]
 
     def _begin(self, reading: Reading) -> None:
@@ -239,7 +241,7 @@ class Prefill:
         self._on_start(total)
         started = perf_counter()
         try:
-            self._pass([(r.row, r.row.tokens[r.done : r.done + size + 1]) for r, size in chosen])
+            self._pass(chosen)
         except Exception as error:
             raise ChunkFailed([reading.row for reading, _ in chosen]) from error
         seconds = perf_counter() - started
@@ -258,14 +260,22 @@ class Prefill:
         if passed and passed[-1] == reading.done:
             self._on_mark(reading.row, reading.done)
 
-    def _pass(self, texts: list[tuple[Row, list[int]]]) -> None:
-        if len(texts) == 1:
-            self._forward(*texts[0])
+    def _pass(self, chosen: list[tuple[Reading, int]]) -> None:
+        if len(chosen) == 1:
+            reading, size = chosen[0]
+            self._forward(reading.row, reading.row.tokens[reading.done : reading.done + size + 1])
             return
-        rows = [row for row, _ in texts]
-        read = read_together(self._model, [row.caches for row in rows], [tokens[:-1] for _, tokens in texts])
-        for row, caches in zip(rows, read, strict=True):
-            row.caches = caches
+        rows = [reading.row for reading, _ in chosen]
+        texts = [reading.row.tokens[reading.done : reading.done + size] for reading, size in chosen]
+        caches = read_together(self._model, [row.caches for row in rows], texts)
+        through = [i for i, (reading, size) in enumerate(chosen) if size == reading.left]
+        others = [i for i in range(len(rows)) if i not in through]
+        for i, single in zip(others, taken_apart(caches, others), strict=True):
+            rows[i].caches = single
+        if through:
+            shared = Shared(kept(caches, through) if others else caches, [rows[i].seq for i in through])
+            for i in through:
+                rows[i].caches, rows[i].shared = [], shared
 
     def _forward(self, row: Row, tokens: list[int]) -> None:
         """Read all of `tokens` but the last, which is only there to be scored."""

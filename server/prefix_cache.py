@@ -16,14 +16,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
-from server.cache_guard import cache_arrays, compact, parts
+from server.cache_guard import Caches, cache_arrays, compact, parts
 from server.messages import Snapshot
 
 WORTH_KEEPING = 32  # shorter prefixes are quicker read than found
 MOST_ENTRIES = 64  # so that a server of many small requests levels off long before the bytes do
 LOOSE = 1.1  # an entry may pin so many times its own bytes
-
-Caches = list[Any]
 
 
 def can_trim(caches: Caches) -> bool:

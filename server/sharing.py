@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from server.batching import Caches, Row
-from server.cache_guard import parts
+from server.batching import Row
+from server.cache_guard import Caches, parts
 from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim
 
 
@@ -48,8 +48,8 @@ class Sharing:
         """A snapshot is due. Caches that can be trimmed are kept whole when their row ends; before that a copy pays
         only if somebody waits who begins alike."""
         tokens = row.tokens[:length]
-        if self._prefix.enabled and (not can_trim(row.caches) or self._is_awaited(tokens)) and self._has_room(length):
-            self._prefix.insert_copy(tokens, row.caches)
+        if self._prefix.enabled and (not self._trims(row) or self._is_awaited(tokens)) and self._has_room(length):
+            self._prefix.insert_copy(tokens, row.single())
 
     def _is_awaited(self, tokens: list[int]) -> bool:
         """Whether somebody whose prompt isn't begun shares much of these, beyond what is kept already."""

@@ -1,8 +1,11 @@
-"""One forward pass for the prompts of several rows.
+"""One forward pass for the prompts of several rows, and the caches that it leaves.
 
-Owns nothing; runs in the engine process's main thread. Rows come with single caches and leave with single caches, so
-nothing of a pass outlives it. Rows of different lengths are filled up on the right, as mlx-lm's own batches are; not
-every model takes that well, which `model` finds out.
+Owns `Shared`, the merged caches of rows on their way from such a pass into a batch. Runs in the engine process's main
+thread. Rows of different lengths are filled up on the right, as mlx-lm's own batches are; not every model takes that
+well, which `model` finds out.
+
+Taking a pass apart and merging its rows again to decode them would cost more than the pass where the host's time is
+what counts, so rows that are read to the end stay together until they join a batch.
 """
 
 from __future__ import annotations
@@ -11,24 +14,55 @@ from typing import Any
 
 import mlx.core as mx
 
-from server.cache_guard import cache_arrays, compact
+from server.cache_guard import Caches, cache_arrays, compact, settle
 
 
-def read_together(model: Any, rows: list[list[Any]], tokens: list[list[int]]) -> list[list[Any]]:
-    """The rows' single caches after a pass that read `tokens` [B][L_i ≥ 1] into them; the ones given are used up."""
+def merged(rows: list[Caches]) -> Caches:
+    """The rows' single caches as one batch of caches, not evaluated."""
+    return [layers[0].merge(list(layers)) for layers in zip(*rows, strict=True)]
+
+
+def read_together(model: Any, rows: list[Caches], tokens: list[list[int]]) -> Caches:
+    """The rows' caches, merged, after a pass that read `tokens` [B][L_i ≥ 1] into them; the ones given are used up."""
     lengths = [len(ids) for ids in tokens]
     width = max(lengths)
     padding = [width - length for length in lengths]
-    merged = [layers[0].merge(list(layers)) for layers in zip(*rows, strict=True)]
+    caches = merged(rows)
     if any(padding):
-        for layer in merged:
+        for layer in caches:
             layer.prepare(lengths=lengths, right_padding=padding)
-    model(mx.array([ids + [0] * spare for ids, spare in zip(tokens, padding, strict=True)]), cache=merged)
+    model(mx.array([ids + [0] * spare for ids, spare in zip(tokens, padding, strict=True)]), cache=caches)
     if any(padding):
-        for layer in merged:
+        for layer in caches:
             layer.finalize()
-    mx.eval(cache_arrays(merged))
-    singles = [[layer.extract(i) for layer in merged] for i in range(len(rows))]
+    mx.eval(cache_arrays(caches))
+    return caches
+
+
+def taken_apart(caches: Caches, indices: list[int]) -> list[Caches]:
+    """Compacted single caches of the rows at `indices`."""
+    singles = [[layer.extract(i) for layer in caches] for i in indices]
     for layers in zip(*singles, strict=True):  # one wait a layer: a wait a row would cost more than the copies
         compact([list(layers)])
     return singles
+
+
+def kept(caches: Caches, indices: list[int]) -> Caches:
+    """The caches without the rows that aren't at `indices`."""
+    index = mx.array(indices)
+    for layer in caches:
+        layer.filter(index)
+    settle(caches)
+    return caches
+
+
+class Shared:
+    """Merged caches of rows that are read and haven't joined a batch. Lives no longer than the loop's iteration."""
+
+    def __init__(self, caches: Caches, seqs: list[int]) -> None:
+        """`seqs[i]` names the row whose caches are at i."""
+        self.caches, self.seqs = caches, seqs
+
+    def single(self, seq: int) -> Caches:
+        """A copy of one row's caches."""
+        return taken_apart(self.caches, [self.seqs.index(seq)])[0]

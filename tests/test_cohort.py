@@ -4,12 +4,13 @@ import random
 
 import mlx.core as mx
 import pytest
-from driving import CLOSE, Rig, model, prompt, row
+from driving import Rig, model, prompt, row
 from mlx_lm.models.cache import make_prompt_cache
 
 from server import model as loading
 from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, Cohorts
 from server.prefill import ChunkFailed, Prefill
+from server.together import Shared
 
 PADDED = ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "falcon_h1", "mamba2", "deepseek_v32", "kimi_linear"]
 EVEN = ["nemotron_h", "rwkv7", "recurrent_gemma", "jamba"]
@@ -57,24 +58,38 @@ def read(reading, rows, budget=None, enough=10**6):
 # ---------------------------------------------------------------- the same text
 @pytest.mark.parametrize(("family", "way"), [(f, "padded") for f in PADDED] + [(f, "even") for f in EVEN])
 def test_what_is_read_together_is_what_is_read_alone(family, way):
-    """Bursts of any lengths, some of them beyond a window, some on prefixes that were there already."""
-    raw = model(family)
+    """Bursts of any lengths, some of them beyond a window, some on prefixes that were there already. What a pass leaves
+    joins a batch as it is, with whoever came before or comes along."""
+    raw, rig = model(family), Rig(family)
     rng = random.Random(family)
     prefixes = {seq: rng.choice([0, 0, 1, 21]) for seq in range(10)}
-    rows = [row(seq, prompt(rng.choice([2, 3, 17, 33, 36, 40, 90, 150, 300]), seq)) for seq in range(10)]
+    lengths = [2, 3, 17, 33, 36, 40, 90, 150, 300]
+    rows = [row(seq, prompt(rng.choice(lengths), seq), max_tokens=8) for seq in range(10)]
+    alone = [rig.alone(one) for one in rows]
     passes, seen = Passes(raw), []
     reading = lane(passes, way, held=lambda one: min(prefixes[one.seq], len(one.tokens) - 1), marks=[37], seen=seen)
-    done = read(reading, rows, enough=3)
-    assert sorted(one.seq for one in done) == list(range(10))
+    for one in rows:
+        reading.insert(one)
+    batches, turns, gone = [rig.batch(), rig.batch()], 0, []
+    while len(reading):
+        done = reading.run(None, lambda one: True, 3)
+        turns += 1
+        if turns == 3:
+            gone.append(done.pop())  # cancelled; the others of its pass go on
+        first = done[::2] if turns == 2 else done
+        batches[0].join(first[::-1])
+        batches[1].join([one for one in done if one not in first])
+        rig.step(batches[0], 2)
+    rig.run(*batches)
     assert max(shape[0] for shape in passes.shapes) > 1
-    for one in done:
-        alone = make_prompt_cache(raw)
-        raw(mx.array([one.tokens[:-1]]), cache=alone)
-        wanted, got = (raw(mx.array([one.tokens[-1:]]), cache=caches)[0, -1] for caches in (alone, one.caches))
-        assert float(mx.abs(wanted - got).max()) < CLOSE * float(wanted.std()), len(one.tokens)
-    begun = {one.seq: min(prefixes[one.seq], len(one.tokens) - 1) for one in rows}
-    ends = {(one.seq, mark) for one in rows for mark in (37, len(one.tokens) - 1)}
-    assert set(seen) == {(seq, mark) for seq, mark in ends if begun[seq] < mark < len(rows[seq].tokens)}
+    assert rig.snapshot.pending == 0
+    for one in rows:
+        if one not in gone:
+            rig.assert_as_alone(one, alone[one.seq])
+    goals = {one.seq: len(one.sequence.prompt) - 1 for one in rows}
+    begun = {seq: min(prefixes[seq], goal) for seq, goal in goals.items()}
+    ends = {(seq, mark) for seq, goal in goals.items() for mark in (37, goal)}
+    assert set(seen) == {(seq, mark) for seq, mark in ends if begun[seq] < mark <= goals[seq]}
 
 
 @pytest.mark.parametrize("family", [*PADDED, *EVEN, "llama4"])
@@ -98,6 +113,19 @@ def test_a_burst_of_like_prompts_is_one_pass(llama):
     passes = Passes(llama)
     read(lane(passes, "padded"), rows_of(*range(57, 65)))
     assert passes.shapes == [(8, 63)]
+
+
+def test_rows_of_a_pass_join_a_batch_without_being_taken_apart(llama, monkeypatch):
+    monkeypatch.setattr(Shared, "single", lambda *_: pytest.fail("taken apart"))
+    rig = Rig("llama")
+    rows = rows_of(*range(57, 65), max_tokens=3)
+    alone = [rig.alone(one) for one in rows]
+    batch = rig.batch()
+    for half in (rows[:4], rows[4:]):
+        batch.join(read(lane(Passes(llama), "padded"), half))
+    rig.run(batch)
+    for one, lonely in zip(rows, alone, strict=True):
+        rig.assert_as_alone(one, lonely)
 
 
 def test_even_passes_are_few_whatever_the_lengths(llama):

@@ -529,11 +529,11 @@ def test_what_one_group_drew_is_delivered_though_the_next_one_fails(alone):
 def test_a_join_that_fails_costs_nobody_anything(monkeypatch, alone, times):
     merge, left = Batch._merge, [times]
 
-    def failing(self, singles):
-        if len(self.rows) + len(singles) > 1 and left[0]:
+    def failing(self, rows):
+        if len(self.rows) + len(rows) > 1 and left[0]:
             left[0] -= 1
             raise StopIteration
-        merge(self, singles)
+        return merge(self, rows)
 
     monkeypatch.setattr(Batch, "_merge", failing)
     engine = Engine()
