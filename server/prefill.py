@@ -27,6 +27,7 @@ _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocab
 _MEMORY = 0.5  # weight of the newest measurement of the pace
 _DOUBT = 0.05  # how fast the slow pace of a chunk length that isn't used any more is forgotten
 _READ_ALL = 32  # fewer tokens hardly take less time: the weights are read all the same
+_TRIAL = 2.0  # budgets that the first chunk of a length may take
 _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of the oldest
 
 
@@ -99,6 +100,12 @@ class Pace:
             rate = self._seconds[nearest]
         return None if rate is None else rate * max(size, _READ_ALL)
 
+    def is_next(self, size: int) -> bool:
+        """Whether it is the length after those measured. Where a pass takes about the same time however long it is, as
+        on a fast device, only trying shows it."""
+        longest = max(self._seconds, default=LARGEST_CHUNK)
+        return size == min((kind for kind in CHUNKS if kind > longest), default=0)
+
 
 class Prefill:
     """The sequences being read, in order of arrival. Owned by the loop."""
@@ -168,7 +175,7 @@ class Prefill:
             if reading.left:
                 left = None if budget is None else budget - (perf_counter() - started)
                 size = self._size(reading, left)
-                if chunks and left is not None and (self._expected(reading, size) or 0.0) > left:
+                if chunks and left is not None and (self._expected(reading, size) or 0.0) > self._allowed(size, left):
                     break
                 chosen = self._together(reading, waiting, left) or [(reading, size)]
                 self._account(reading, waiting, budget, self._chunk(chosen))
@@ -218,9 +225,12 @@ class Prefill:
         """Tokens of the largest chunk that `left` seconds have room for."""
         if left is None:
             return CHUNKS[0]
-        fits = [size for size in CHUNKS if (self._expected(reading, size) or 0) <= left]
+        fits = [size for size in CHUNKS if (self._expected(reading, size) or 0) <= self._allowed(size, left)]
         unknown = self._pace.seconds(CHUNKS[-1]) is None
         return CHUNKS[-1] if unknown or not fits else fits[0]
+
+    def _allowed(self, size: int, left: float) -> float:
+        return _TRIAL * left if self._pace.is_next(size) else left
 
     def _size(self, reading: Reading, left: float | None) -> int:
         limit = self._fits(reading, left)
