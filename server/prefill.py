@@ -74,6 +74,11 @@ class Reading:
         return (self.snapshot_at[0] if self.snapshot_at else self.goal) - self.done
 
 
+def _kind(size: int) -> int:
+    """The chunk length that is the nearest, by its ratio to the size."""
+    return min(CHUNKS, key=lambda length: max(length, size) / min(length, size))
+
+
 class Pace:
     """Seconds a token by chunk length, learned online."""
 
@@ -83,10 +88,10 @@ class Pace:
 
     def learn(self, size: int, seconds: float) -> None:
         rate = seconds / size
-        if size < CHUNKS[-1]:
+        if size < _READ_ALL:
             self._guess = rate
             return
-        kind = next(s for s in CHUNKS if s <= size)
+        kind = _kind(size)
         before = self._seconds.get(kind, rate)
         self._seconds[kind] = before + _MEMORY * (rate - before)
         for larger in [s for s in self._seconds if s > kind and self._seconds[s] > rate]:
@@ -96,7 +101,7 @@ class Pace:
         """Expected time of a chunk, from the nearest length measured; None before the first."""
         rate = self._guess
         if self._seconds:
-            nearest = min(self._seconds, key=lambda known: abs(known.bit_length() - size.bit_length()))
+            nearest = min(self._seconds, key=lambda known: abs(known.bit_length() - _kind(size).bit_length()))
             rate = self._seconds[nearest]
         return None if rate is None else rate * max(size, _READ_ALL)
 
