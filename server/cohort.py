@@ -14,7 +14,9 @@ from typing import Protocol, TypeVar
 from server.batching import Row
 from server.messages import ReadsTogether
 
-MOST_ROWS = 32
+# Rows of a pass: few shapes, since CUDA takes some 80 ms for the first pass of each, against 8 ms for the next.
+ROWS = (32, 24, 16, 12, 8, 6, 4, 3, 2)
+MOST_ROWS = ROWS[0]
 LONGEST = 1024  # positions of a row that reads together: for longer ones the host's time is no matter
 POSITIONS = 4096  # of all rows, those held included: merging copies them
 ROOMY = 4  # times the room that a chunk of as many tokens takes alone: caches exist twice, and grow in steps
@@ -68,7 +70,7 @@ class Cohorts:
                 mates.append(other)
                 tokens += other.left
         chosen = self._padded(mates, limit) if self.way == "padded" else self._even(mates, limit)
-        return chosen if len(chosen) > 1 else []
+        return chosen[: _fewer(len(chosen))]
 
     @staticmethod
     def _padded(mates: list[M], limit: int) -> list[tuple[M, int]]:
@@ -92,9 +94,12 @@ class Cohorts:
         best: tuple[int, list[M]] = (0, [])
         for size in {min(mate.next_stop(), limit // 2) for mate in alike}:
             able = [mate for mate in alike if mate.next_stop() >= size]
-            most = min(limit // size, POSITIONS // max(mate.done + size for mate in able))
-            if min(most, len(able)) < 2:
-                continue
+            most = _fewer(min(len(able), limit // size, POSITIONS // max(mate.done + size for mate in able)))
             best = max(best, (size, able[:most]), key=lambda found: found[0] * len(found[1]))
         size, able = best
         return [(mate, size) for mate in able]
+
+
+def _fewer(count: int) -> int:
+    """The next number of rows that a pass may have; 0 if that is one, which reads alone."""
+    return next((rows for rows in ROWS if rows <= count), 0)

@@ -8,7 +8,7 @@ from driving import Rig, model, prompt, row
 from mlx_lm.models.cache import make_prompt_cache
 
 from server import model as loading
-from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, Cohorts
+from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, ROWS, Cohorts
 from server.prefill import ChunkFailed, Prefill
 from server.together import Shared
 
@@ -128,6 +128,14 @@ def test_rows_of_a_pass_join_a_batch_without_being_taken_apart(llama, monkeypatc
         rig.assert_as_alone(one, lonely)
 
 
+@pytest.mark.parametrize("way", ["padded", "even"])
+def test_passes_of_a_few_numbers_of_rows_read_any_number_of_prompts(llama, way):
+    passes = Passes(llama)
+    for count in range(1, MOST_ROWS + 2):
+        read(lane(passes, way), rows_of(*[5] * count))
+    assert {rows for rows, _ in passes.shapes} == {1, *ROWS}
+
+
 def test_even_passes_are_few_whatever_the_lengths(llama):
     passes = Passes(llama)
     read(lane(passes, "even"), rows_of(*range(34, 66)))
@@ -146,8 +154,8 @@ def test_padding_stays_a_small_part(llama):
 
 def test_a_pass_is_bounded_in_rows_and_in_positions(llama):
     passes = Passes(llama)
-    read(lane(passes, "padded"), rows_of(*[3] * (MOST_ROWS + 5)))
-    assert passes.shapes == [(MOST_ROWS, 2), (5, 2)]
+    read(lane(passes, "padded"), rows_of(*[3] * (MOST_ROWS + 4)))
+    assert passes.shapes == [(MOST_ROWS, 2), (4, 2)]
     passes.shapes.clear()
     read(lane(passes, "padded", held=lambda one: 600), rows_of(*[650] * 9))
     together = [shape for shape in passes.shapes if shape[1] == 49]
