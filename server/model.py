@@ -86,7 +86,9 @@ def try_out(model: nn.Module, weights_bytes: int) -> Probe:
     if batching != "batched":
         log.warning("the model runs in groups of one: %s", batching)
     traffic = max(weights_bytes, int(step_seconds(model) * _bandwidth()))
-    return Probe(vocab, batching, row_cost(model), _chunk_peak(model), traffic, reads_together(model, batching))
+    reads = reads_together(model, batching)
+    log.info("rows are decoded %s; short prompts are read %s", batching, reads)
+    return Probe(vocab, batching, row_cost(model), _chunk_peak(model), traffic, reads)
 
 
 def _first_line(error: Exception) -> str:

@@ -28,6 +28,7 @@ _MEMORY = 0.5  # weight of the newest measurement of the pace
 _DOUBT = 0.05  # how fast the slow pace of a chunk length that isn't used any more is forgotten
 _READ_ALL = 32  # fewer tokens hardly take less time: the weights are read all the same
 _TRIAL = 2.0  # budgets that the first chunk of a length may take
+_ANYWAY = 1.25  # a budget isn't less than this many of the shortest chunk, which is read anyway
 _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of the oldest
 
 
@@ -105,11 +106,12 @@ class Pace:
             rate = self._seconds[nearest]
         return None if rate is None else rate * max(size, _READ_ALL)
 
-    def is_next(self, size: int) -> bool:
-        """Whether it is the length after those measured. Where a pass takes about the same time however long it is, as
-        on a fast device, only trying shows it."""
+    @property
+    def next(self) -> int:
+        """The length after those measured, or 0. Where a pass takes about the same time however long it is, as on a
+        fast device, only trying shows it."""
         longest = max(self._seconds, default=LARGEST_CHUNK)
-        return size == min((kind for kind in CHUNKS if kind > longest), default=0)
+        return min((kind for kind in CHUNKS if kind > longest), default=0)
 
 
 class Prefill:
@@ -179,8 +181,10 @@ class Prefill:
                 self._begin(reading)
             if reading.left:
                 left = None if budget is None else budget - (perf_counter() - started)
+                if left is not None and not chunks:
+                    left = max(left, _ANYWAY * (self._expected(reading, CHUNKS[-1]) or 0.0))
                 size = self._size(reading, left)
-                if chunks and left is not None and (self._expected(reading, size) or 0.0) > self._allowed(size, left):
+                if chunks and left is not None and (self._expected(reading, size) or 0.0) > left:
                     break
                 chosen = self._together(reading, waiting, left) or [(reading, size)]
                 self._account(reading, waiting, budget, self._chunk(chosen))
@@ -203,8 +207,10 @@ class Prefill:
     def _together(self, reading: Reading, waiting: list[Reading], left: float | None) -> list[tuple[Reading, int]]:
         """Who reads in one pass with this one, and how much; nobody if it had better read alone."""
         others = [other for other in waiting if other is not reading]
-        limit = min(self._fits(reading, left), self._most() // ROOMY)
-        return self._cohorts.choose(reading, others, limit, self._begin) if others else []
+        fits = self._fits(reading, left)
+        if not others or (left is not None and fits == CHUNKS[-1] and (self._expected(reading, fits) or 0.0) > left):
+            return []
+        return self._cohorts.choose(reading, others, min(fits, self._most() // ROOMY), self._begin)
 
     def _turn(self, waiting: list[Reading], budget: float | None) -> Reading:
         """Whose chunk is next: the one with the least left, unless such are too far ahead of the oldest."""
@@ -230,12 +236,10 @@ class Prefill:
         """Tokens of the largest chunk that `left` seconds have room for."""
         if left is None:
             return CHUNKS[0]
-        fits = [size for size in CHUNKS if (self._expected(reading, size) or 0) <= self._allowed(size, left)]
+        trial = self._pace.next
+        fits = [s for s in CHUNKS if (self._expected(reading, s) or 0) <= (_TRIAL * left if s == trial else left)]
         unknown = self._pace.seconds(CHUNKS[-1]) is None
         return CHUNKS[-1] if unknown or not fits else fits[0]
-
-    def _allowed(self, size: int, left: float) -> float:
-        return _TRIAL * left if self._pace.is_next(size) else left
 
     def _size(self, reading: Reading, left: float | None) -> int:
         limit = self._fits(reading, left)

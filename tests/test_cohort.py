@@ -163,12 +163,6 @@ def test_a_pass_is_bounded_in_rows_and_in_positions(llama):
     assert all(batch * 649 <= POSITIONS for batch, _ in together)
 
 
-def test_the_budget_bounds_a_shared_pass_too(llama):
-    passes = Passes(llama)
-    read(lane(passes, "padded"), rows_of(*[33] * 12), budget=1e-9)
-    assert all(batch * width <= 64 for batch, width in passes.shapes)
-
-
 @pytest.mark.parametrize("way", ["padded", "even"])
 def test_who_must_goes_alone(llama, way):
     passes = Passes(llama)
