@@ -10,6 +10,8 @@ sequence has any length. How many fit a budget is learned from the chunks before
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -25,9 +27,9 @@ from server.together import Shared, kept, read_together, taken_apart
 CHUNKS = (LARGEST_CHUNK, 1024, 512, 256, 128, 64)
 _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocabulary and all
 _MEMORY = 0.5  # weight of the newest measurement of the pace
-_DOUBT = 0.05  # how fast the slow pace of a chunk length that isn't used any more is forgotten
+_FORGOTTEN = 16  # shorter chunks after which a length may be tried again; doubles each time
 _READ_ALL = 32  # fewer tokens hardly take less time: the weights are read all the same
-_TRIAL = 2.0  # budgets that the first chunk of a length may take
+_TRIAL = 2.0  # budgets that the first two chunks of a length may take
 _ANYWAY = 1.25  # a budget isn't less than this many of the shortest chunk, which is read anyway
 _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of the oldest
 
@@ -80,11 +82,26 @@ def _kind(size: int) -> int:
     return min(CHUNKS, key=lambda length: max(length, size) / min(length, size))
 
 
+@dataclass(slots=True)
+class _Measured:
+    """Seconds a token of one chunk length."""
+
+    rate: float
+    times: int = 0
+    passed_over: int = 0  # shorter chunks since
+    patience: int = _FORGOTTEN
+
+    @property
+    def sure(self) -> bool:
+        """The first time may have had to compile something."""
+        return self.times > 1
+
+
 class Pace:
     """Seconds a token by chunk length, learned online."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+        self._kinds: dict[int, _Measured] = {}
         self._guess: float | None = None  # from a chunk too small to say much
 
     def learn(self, size: int, seconds: float) -> None:
@@ -93,24 +110,27 @@ class Pace:
             self._guess = rate
             return
         kind = _kind(size)
-        before = self._seconds.get(kind, rate)
-        self._seconds[kind] = before + _MEMORY * (rate - before)
-        for larger in [s for s in self._seconds if s > kind and self._seconds[s] > rate]:
-            self._seconds[larger] += _DOUBT * (rate - self._seconds[larger])  # its first time may have been unlucky
+        own = self._kinds.setdefault(kind, _Measured(rate))
+        own.rate = own.rate + _MEMORY * (rate - own.rate) if own.sure else min(own.rate, rate)
+        own.times, own.passed_over = own.times + 1, 0
+        for longer in [other for length, other in self._kinds.items() if length > kind]:
+            longer.passed_over += 1
+            if longer.passed_over == longer.patience:  # it may have been unlucky: once more decides
+                longer.rate, longer.times, longer.patience = inf, 1, 2 * longer.patience
 
     def seconds(self, size: int) -> float | None:
         """Expected time of a chunk, from the nearest length measured; None before the first."""
+        known = [kind for kind in self._kinds if self._kinds[kind].sure] or list(self._kinds)
         rate = self._guess
-        if self._seconds:
-            nearest = min(self._seconds, key=lambda known: abs(known.bit_length() - _kind(size).bit_length()))
-            rate = self._seconds[nearest]
+        if known:
+            rate = self._kinds[min(known, key=lambda kind: abs(kind.bit_length() - _kind(size).bit_length()))].rate
         return None if rate is None else rate * max(size, _READ_ALL)
 
     @property
     def next(self) -> int:
-        """The length after those measured, or 0. Where a pass takes about the same time however long it is, as on a
-        fast device, only trying shows it."""
-        longest = max(self._seconds, default=LARGEST_CHUNK)
+        """The length after those that are known for sure, or 0. Where a pass takes about the same time however long it
+        is, as on a fast device, only trying shows it."""
+        longest = max((kind for kind, own in self._kinds.items() if own.sure), default=LARGEST_CHUNK)
         return min((kind for kind in CHUNKS if kind > longest), default=0)
 
 

@@ -33,6 +33,7 @@ class Bench:
         self.read = {}  # tokens by seq
         self.chunks = []  # (seq, tokens)
         self.marks = []  # (seq, length)
+        self.shapes = []  # (rows, tokens) of passes, where rows share them
         self.begins = {}  # by seq: (length held, marks)
         self.lane = Prefill(
             self, Guard(True, 8, Snapshot()), on_begin=self.begin, on_chunk=self.chunk, on_mark=self.mark
@@ -133,11 +134,16 @@ def test_every_token_is_read_once_and_every_mark_within_is_hit(length, held, mar
 
 
 # ---------------------------------------------------------------- the budget
+def trials(bench):
+    """How often a length may have been tried that was too long."""
+    return 2 + (max(map(len, (bench.chunks, bench.shapes))) // module._FORGOTTEN).bit_length()
+
+
 @pytest.mark.parametrize("budget", [0.05, 0.1, 0.25])
 @pytest.mark.parametrize("each", [0.05, 0.25, 1.0], ids=lambda ms: f"{ms} ms a token")
 def test_the_budget_holds_from_the_first_prompts_on(clock, budget, each):
     """Short prompts first, whose chunks say little of long ones; then a long one beside running rows. A length that
-    nobody has tried may take two budgets, once."""
+    nobody has tried may take two budgets, twice, and once more when that is long ago."""
     bench = Bench(clock, lambda tokens, position: 2 * MS + tokens * each * MS)
     for seq in range(3):
         bench.insert(seq, 6)
@@ -152,7 +158,7 @@ def test_the_budget_holds_from_the_first_prompts_on(clock, budget, each):
         if done:
             break
     assert max(spent) <= 2 * max(budget, smallest) + 1e-9
-    assert sum(seconds > max(budget * 1.15, smallest) + 1e-9 for seconds in spent) <= 1
+    assert sum(seconds > max(budget * 1.15, smallest) + 1e-9 for seconds in spent) <= trials(bench)
     assert np.mean(spent[:-1]) >= min(budget, smallest) * 0.5, "what there is of a budget is used"
 
 
@@ -163,25 +169,29 @@ def test_chunks_get_long_where_a_pass_takes_the_same_time_however_long_it_is(clo
     bench.insert(1, 40_000)
     while not bench.run(0.1):
         pass
-    assert [size for seq, size in bench.chunks if seq][:7] == [128, 256, 512, 1024, 2048, 2048, 2048]
+    assert [size for seq, size in bench.chunks if seq][:11:2] == [64, 128, 256, 512, 1024, 2048]
 
 
 class Together(Bench):
-    """Rows share passes; `cost(tokens of all rows)` seconds each."""
+    """Rows share passes; `cost(tokens of all rows)` seconds each, and `new` more for the first of a shape."""
 
-    def __init__(self, clock, cost, monkeypatch):
-        super().__init__(clock, lambda tokens, position: cost(tokens))
-        self.shapes, self.share = [], cost
+    def __init__(self, clock, cost, monkeypatch, new=0.0):
+        super().__init__(clock, lambda tokens, position: 0.0)
+        self.share, self.new, self.known = cost, new, set()
         self.lane._cohorts = Cohorts("padded")
         monkeypatch.setattr(module, "read_together", self.read_together)
 
     def __call__(self, inputs, cache=None):
-        self.shapes.append(tuple(inputs.shape))
+        self.take(*inputs.shape)
         return super().__call__(inputs, cache)
 
+    def take(self, rows, width):
+        self.shapes.append((rows, width))
+        self.clock.now += self.share(rows * width) + (self.new if (rows, width) not in self.known else 0.0)
+        self.known.add((rows, width))
+
     def read_together(self, model, caches, texts):
-        self.shapes.append((len(texts), len(texts[0])))
-        self.clock.now += self.share(len(texts) * len(texts[0]))
+        self.take(len(texts), len(texts[0]))
         return ["caches"]
 
     def burst(self, first, count, length, budget):
@@ -196,14 +206,19 @@ class Together(Bench):
         return spent
 
 
-@pytest.mark.parametrize("fixed", [60, 130, 400])
-def test_many_short_prompts_are_read_together_where_a_pass_takes_long_anyway(clock, monkeypatch, fixed):
-    """Beside running rows. On such a device the number of rows is no matter, and only trying shows it."""
-    bench = Together(clock, lambda tokens: fixed * MS + tokens * MS / 1000, monkeypatch)
-    bench.burst(0, 64, 64, 0.1)
+@pytest.mark.parametrize("new", [0, 2.5], ids=["", "first of its shape 2.5 s"])
+@pytest.mark.parametrize("fixed", [8, 60, 130, 400])
+@pytest.mark.parametrize("alone", [True, False])
+def test_many_short_prompts_are_read_together_where_a_pass_takes_long_anyway(clock, monkeypatch, fixed, new, alone):
+    """On such a device the number of rows is no matter, and only trying shows it."""
+    bench = Together(clock, lambda tokens: fixed * MS + tokens * MS / 1000, monkeypatch, new)
+    if alone:  # nothing else runs, and the first pass is a large one
+        bench.burst(900, 32, 64, 1.0)
+    for burst in range(6):
+        bench.burst(100 * burst, 64, 64, 0.1)
     bench.shapes.clear()
-    bench.burst(100, 64, 64, 0.1)
-    assert len(bench.shapes) <= 3, "the first burst has shown it"
+    bench.burst(700, 64, 64, 0.1)
+    assert len(bench.shapes) <= 3, "the bursts before have shown it"
 
 
 @pytest.mark.parametrize("each", [0.25, 1, 3], ids=lambda ms: f"{ms} ms a token")
@@ -212,7 +227,7 @@ def test_the_budget_bounds_a_shared_pass_too(clock, monkeypatch, each):
     smallest = 2 * MS + 64 * each * MS
     spent = bench.burst(0, 64, 33, 0.1)
     assert max(spent) <= 2 * max(0.1, smallest)
-    assert sum(seconds > max(0.115, smallest) for seconds in spent) <= 1
+    assert sum(seconds > max(0.115, smallest) for seconds in spent) <= trials(bench)
 
 
 def test_the_budget_holds_as_a_long_prompt_gets_slower(clock):
@@ -225,7 +240,8 @@ def test_the_budget_holds_as_a_long_prompt_gets_slower(clock):
         spent.append(clock.now - before)
         if done:
             break
-    assert max(spent) <= 0.1 * 1.25
+    assert max(spent) <= 0.1 * 2
+    assert sum(seconds > 0.1 * 1.25 for seconds in spent) <= trials(bench)
 
 
 def test_without_running_rows_there_is_no_budget_and_a_prompt_is_read_in_the_largest_chunks(bench):
