@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 from server.batching import Row
 from server.messages import ReadsTogether
 
-# Rows of a pass: few shapes, since CUDA takes some 80 ms for the first pass of each, against 8 ms for the next.
-ROWS = (32, 24, 16, 12, 8, 6, 4, 3, 2)
+# Rows of a pass: few shapes, since CUDA takes ten times as long for the first pass of each as for the next.
+ROWS = (32, 16, 8, 4, 2)
 MOST_ROWS = ROWS[0]
 LONGEST = 1024  # positions of a row that reads together: for longer ones the host's time is no matter
 POSITIONS = 4096  # of all rows, those held included: merging copies them

@@ -30,7 +30,7 @@ _MEMORY = 0.5  # weight of the newest measurement of the pace
 _FORGOTTEN = 16  # shorter chunks after which a length may be tried again; doubles each time
 _READ_ALL = 32  # fewer tokens hardly take less time: the weights are read all the same
 _TRIAL = 2.0  # budgets that the first two chunks of a length may take
-_ANYWAY = 1.25  # a budget isn't less than this many of the shortest chunk, which is read anyway
+_ANYWAY = 1.6  # a budget isn't less than this many of the shortest chunk, which is read anyway
 _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of the oldest
 
 

@@ -182,20 +182,20 @@ def test_a_model_that_reads_alone_does(llama):
 
 def test_a_row_that_could_use_its_mates_prefix_waits_for_it(llama):
     passes = Passes(llama)
-    families = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c"}
+    families = {0: "a", 1: "a", 2: "b", 3: "b"}
     reading = lane(
         passes, "padded", waits=lambda one, mates: families[one.seq] in {families[mate.seq] for mate in mates}
     )
-    read(reading, rows_of(*[40] * 5), enough=1)
-    assert [shape[0] for shape in passes.shapes] == [3, 2]
+    read(reading, rows_of(*[40] * 4), enough=1)
+    assert [shape[0] for shape in passes.shapes] == [2, 2]
 
 
 def test_a_failed_pass_names_all_its_rows(llama):
     passes = Passes(llama, fault=lambda inputs: inputs.shape[0] > 1)
     reading = lane(passes, "padded")
-    for one in [*rows_of(30, 31, 32), *rows_of(300, first=3)]:
+    for one in [*rows_of(30, 31), *rows_of(300, first=2)]:
         reading.insert(one)
     with pytest.raises(ChunkFailed) as caught:
         reading.run(None, lambda one: True, 10)
-    assert sorted(one.seq for one in caught.value.rows) == [0, 1, 2]
+    assert sorted(one.seq for one in caught.value.rows) == [0, 1]
     assert isinstance(caught.value.__cause__, ValueError)
