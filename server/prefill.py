@@ -29,7 +29,7 @@ _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocab
 _MEMORY = 0.5  # weight of the newest measurement of the pace
 _FORGOTTEN = 16  # shorter chunks after which a length may be tried again; doubles each time
 _READ_ALL = 32  # fewer tokens hardly take less time: the weights are read all the same
-_TRIAL = 2.0  # budgets that the first two chunks of a length may take
+_TRIAL, _TRIAL_SHARED = 1.5, 2.0  # budgets that the first two chunks of a length may take
 _ANYWAY = 1.6  # a budget isn't less than this many of the shortest chunk, which is read anyway
 _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of the oldest
 
@@ -100,7 +100,9 @@ class _Measured:
 class Pace:
     """Seconds a token by chunk length, learned online."""
 
-    def __init__(self) -> None:
+    def __init__(self, tried: int = LARGEST_CHUNK) -> None:
+        """`tried`: what counts as the longest length tried while none is known for sure."""
+        self._tried = tried
         self._kinds: dict[int, _Measured] = {}
         self._guess: float | None = None  # from a chunk too small to say much
 
@@ -130,7 +132,7 @@ class Pace:
     def next(self) -> int:
         """The length after those that are known for sure, or 0. Where a pass takes about the same time however long it
         is, as on a fast device, only trying shows it."""
-        longest = max((kind for kind, own in self._kinds.items() if own.sure), default=LARGEST_CHUNK)
+        longest = max((kind for kind, own in self._kinds.items() if own.sure), default=self._tried)
         return min((kind for kind in CHUNKS if kind > longest), default=0)
 
 
@@ -161,7 +163,7 @@ class Prefill:
         self._on_start = on_start
         self._most = most
         self._cohorts = cohorts or Cohorts("alone")
-        self._pace = Pace()
+        self._alone, self._shared = Pace(), Pace(CHUNKS[-1])  # a lone chunk of many tokens attends to more than many short ones
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
         self.readings: list[Reading] = []
 
@@ -202,9 +204,9 @@ class Prefill:
             if reading.left:
                 left = None if budget is None else budget - (perf_counter() - started)
                 if left is not None and not chunks:
-                    left = max(left, _ANYWAY * (self._expected(reading, CHUNKS[-1]) or 0.0))
+                    left = max(left, _ANYWAY * self._expected(reading, CHUNKS[-1]))
                 size = self._size(reading, left)
-                if chunks and left is not None and (self._expected(reading, size) or 0.0) > left:
+                if chunks and left is not None and self._expected(reading, size) > left:
                     break
                 chosen = self._together(reading, waiting, left) or [(reading, size)]
                 self._account(reading, waiting, budget, self._chunk(chosen))
@@ -227,10 +229,10 @@ class Prefill:
     def _together(self, reading: Reading, waiting: list[Reading], left: float | None) -> list[tuple[Reading, int]]:
         """Who reads in one pass with this one, and how much; nobody if it had better read alone."""
         others = [other for other in waiting if other is not reading]
-        fits = self._fits(reading, left)
-        if not others or (left is not None and fits == CHUNKS[-1] and (self._expected(reading, fits) or 0.0) > left):
+        limit = self._fits(left, self._of_all, self._shared.next, _TRIAL_SHARED)
+        if not others or (left is not None and limit == CHUNKS[-1] and self._of_all(limit) > left):
             return []
-        return self._cohorts.choose(reading, others, min(fits, self._most() // ROOMY), self._begin)
+        return self._cohorts.choose(reading, others, min(limit, self._most() // ROOMY), self._begin)
 
     def _turn(self, waiting: list[Reading], budget: float | None) -> Reading:
         """Whose chunk is next: the one with the least left, unless such are too far ahead of the oldest."""
@@ -246,23 +248,24 @@ class Prefill:
             change = -seconds if reading is waiting[0] else seconds
             self._ahead = min(max(0.0, self._ahead + change), budget)
 
-    def _expected(self, reading: Reading, size: int) -> float | None:
-        known = self._pace.seconds(size)
-        if known is None or reading.pace is None:
-            return known
-        return max(known, reading.pace * size)
+    def _expected(self, reading: Reading, size: int) -> float:
+        """Seconds of a chunk of one sequence; 0 while nothing is known."""
+        return max(self._alone.seconds(size) or 0.0, (reading.pace or 0.0) * size)
 
-    def _fits(self, reading: Reading, left: float | None) -> int:
-        """Tokens of the largest chunk that `left` seconds have room for."""
+    def _of_all(self, size: int) -> float:
+        """The same of a pass of several."""
+        return self._shared.seconds(size) or self._alone.seconds(size) or 0.0
+
+    @staticmethod
+    def _fits(left: float | None, seconds: Callable[[int], float], trial: int, budgets: float) -> int:
+        """Tokens of the largest chunk that `left` seconds have room for, or a `trial` so many times as much."""
         if left is None:
             return CHUNKS[0]
-        trial = self._pace.next
-        fits = [s for s in CHUNKS if (self._expected(reading, s) or 0) <= (_TRIAL * left if s == trial else left)]
-        unknown = self._pace.seconds(CHUNKS[-1]) is None
-        return CHUNKS[-1] if unknown or not fits else fits[0]
+        fits = [size for size in CHUNKS if seconds(size) <= (budgets * left if size == trial else left)]
+        return CHUNKS[-1] if not seconds(CHUNKS[-1]) or not fits else fits[0]
 
     def _size(self, reading: Reading, left: float | None) -> int:
-        limit = self._fits(reading, left)
+        limit = self._fits(left, lambda size: self._expected(reading, size), self._alone.next, _TRIAL)
         if reading.row.sequence.prompt_logprobs:
             limit = min(limit, _SCORED_CHUNK)
         return self._cut(reading, max(CHUNKS[-1], min(limit, self._most())))
@@ -286,7 +289,7 @@ class Prefill:
         seconds = perf_counter() - started
         if len(chosen) == 1 and total >= CHUNKS[-1]:
             chosen[0][0].pace = seconds / total
-        self._pace.learn(total, seconds)
+        (self._alone if len(chosen) == 1 else self._shared).learn(total, seconds)
         for reading, size in chosen:
             self._advance(reading, size, seconds)
         return seconds

@@ -173,7 +173,8 @@ def test_chunks_get_long_where_a_pass_takes_the_same_time_however_long_it_is(clo
 
 
 class Together(Bench):
-    """Rows share passes; `cost(tokens of all rows)` seconds each, and `new` more for the first of a shape."""
+    """Rows share passes; `cost(tokens of all rows, tokens a row)` seconds each, and `new` more for the first of a
+    shape."""
 
     def __init__(self, clock, cost, monkeypatch, new=0.0):
         super().__init__(clock, lambda tokens, position: 0.0)
@@ -187,7 +188,7 @@ class Together(Bench):
 
     def take(self, rows, width):
         self.shapes.append((rows, width))
-        self.clock.now += self.share(rows * width) + (self.new if (rows, width) not in self.known else 0.0)
+        self.clock.now += self.share(rows * width, width) + (self.new if (rows, width) not in self.known else 0.0)
         self.known.add((rows, width))
 
     def read_together(self, model, caches, texts):
@@ -211,7 +212,7 @@ class Together(Bench):
 @pytest.mark.parametrize("alone", [True, False])
 def test_many_short_prompts_are_read_together_where_a_pass_takes_long_anyway(clock, monkeypatch, fixed, new, alone):
     """On such a device the number of rows is no matter, and only trying shows it."""
-    bench = Together(clock, lambda tokens: fixed * MS + tokens * MS / 1000, monkeypatch, new)
+    bench = Together(clock, lambda tokens, width: fixed * MS + tokens * MS / 1000, monkeypatch, new)
     if alone:  # nothing else runs, and the first pass is a large one
         bench.burst(900, 32, 64, 1.0)
     for burst in range(6):
@@ -223,11 +224,20 @@ def test_many_short_prompts_are_read_together_where_a_pass_takes_long_anyway(clo
 
 @pytest.mark.parametrize("each", [0.25, 1, 3], ids=lambda ms: f"{ms} ms a token")
 def test_the_budget_bounds_a_shared_pass_too(clock, monkeypatch, each):
-    bench = Together(clock, lambda tokens: 2 * MS + tokens * each * MS, monkeypatch)
+    bench = Together(clock, lambda tokens, width: 2 * MS + tokens * each * MS, monkeypatch)
     smallest = 2 * MS + 64 * each * MS
     spent = bench.burst(0, 64, 33, 0.1)
     assert max(spent) <= 2 * max(0.1, smallest)
     assert sum(seconds > max(0.115, smallest) for seconds in spent) <= trials(bench)
+
+
+def test_bursts_of_short_prompts_say_nothing_of_a_long_one(clock, monkeypatch):
+    """Whose tokens attend to each other."""
+    bench = Together(clock, lambda tokens, width: tokens * MS * (0.05 + width / 1000), monkeypatch)
+    for burst in range(8):
+        bench.burst(100 * burst, 32, 64, 0.1)
+    assert max(rows * width for rows, width in bench.shapes) > 500
+    assert max(bench.burst(9000, 1, 4000, 0.1)) < 0.15
 
 
 def test_the_budget_holds_as_a_long_prompt_gets_slower(clock):
