@@ -135,6 +135,12 @@ class Pace:
         longest = max((kind for kind, own in self._kinds.items() if own.sure), default=self._tried)
         return min((kind for kind in CHUNKS if kind > longest), default=0)
 
+    @property
+    def reach(self) -> int:
+        """The longest chunk that an estimate is good for: tokens attend to each other, so that longer ones take more
+        than their share."""
+        return 2 * max(self._kinds, default=CHUNKS[-1])
+
 
 class Prefill:
     """The sequences being read, in order of arrival. Owned by the loop."""
@@ -163,7 +169,10 @@ class Prefill:
         self._on_start = on_start
         self._most = most
         self._cohorts = cohorts or Cohorts("alone")
-        self._alone, self._shared = Pace(), Pace(CHUNKS[-1])  # a lone chunk of many tokens attends to more than many short ones
+        self._alone, self._shared = (
+            Pace(),
+            Pace(CHUNKS[-1]),
+        )  # a lone chunk of many tokens attends to more than many short ones
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
         self.readings: list[Reading] = []
 
@@ -229,7 +238,7 @@ class Prefill:
     def _together(self, reading: Reading, waiting: list[Reading], left: float | None) -> list[tuple[Reading, int]]:
         """Who reads in one pass with this one, and how much; nobody if it had better read alone."""
         others = [other for other in waiting if other is not reading]
-        limit = self._fits(left, self._of_all, self._shared.next, _TRIAL_SHARED)
+        limit = self._fits(left, self._of_all, self._shared, _TRIAL_SHARED)
         if not others or (left is not None and limit == CHUNKS[-1] and self._of_all(limit) > left):
             return []
         return self._cohorts.choose(reading, others, min(limit, self._most() // ROOMY), self._begin)
@@ -257,15 +266,16 @@ class Prefill:
         return self._shared.seconds(size) or self._alone.seconds(size) or 0.0
 
     @staticmethod
-    def _fits(left: float | None, seconds: Callable[[int], float], trial: int, budgets: float) -> int:
-        """Tokens of the largest chunk that `left` seconds have room for, or a `trial` so many times as much."""
+    def _fits(left: float | None, seconds: Callable[[int], float], pace: Pace, budgets: float) -> int:
+        """Tokens of the largest chunk that `left` seconds have room for, or so many times as much for a trial."""
         if left is None:
             return CHUNKS[0]
-        fits = [size for size in CHUNKS if seconds(size) <= (budgets * left if size == trial else left)]
+        near = [size for size in CHUNKS if size <= pace.reach]
+        fits = [size for size in near if seconds(size) <= (budgets * left if size == pace.next else left)]
         return CHUNKS[-1] if not seconds(CHUNKS[-1]) or not fits else fits[0]
 
     def _size(self, reading: Reading, left: float | None) -> int:
-        limit = self._fits(left, lambda size: self._expected(reading, size), self._alone.next, _TRIAL)
+        limit = self._fits(left, lambda size: self._expected(reading, size), self._alone, _TRIAL)
         if reading.row.sequence.prompt_logprobs:
             limit = min(limit, _SCORED_CHUNK)
         return self._cut(reading, max(CHUNKS[-1], min(limit, self._most())))
