@@ -16,9 +16,10 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from server.history import History, common_prefix, may_cut
 from server.vocabulary import Vocabulary
 
 # Code points that Unicode reserves for a program's own use; in foreign text they are replaced, like lone surrogates.
@@ -99,7 +100,8 @@ class Encoder:
             return self._encode_guarded(text, positions) or self._encode_in_bits(text, positions)
         if self._backend is None:
             return self._encode_in_bits(text, positions)
-        return _measured(self._backend.encode(text, add_special_tokens=False), positions)
+        ids, ends = self._history.encode(text)
+        return ids, [bisect_right(ends, position) for position in positions]
 
     def _encode_guarded(self, text: str, positions: Sequence[int]) -> tuple[list[int], list[int]] | None:
         """None when the tokenizer can't be copied, or makes special tokens of plain text nevertheless."""
@@ -107,10 +109,10 @@ class Encoder:
             return None
         guard, true_ids = self._guard
         places = [len(self._with_stand_ins(text[:position])) for position in positions]
-        ids, counts = _measured(guard.encode(self._with_stand_ins(text), add_special_tokens=False), places)
+        ids, ends = _measured(guard, self._with_stand_ins(text))
         if not self._special.isdisjoint(ids):
             return None
-        return [true_ids.get(token, token) for token in ids], counts
+        return [true_ids.get(token, token) for token in ids], [bisect_right(ends, place) for place in places]
 
     def _encode_in_bits(self, text: str, positions: Sequence[int]) -> tuple[list[int], list[int]]:
         """The text cut at each mark: borders that the tokenizer wouldn't choose, but no control token."""
@@ -124,6 +126,14 @@ class Encoder:
 
     def _with_stand_ins(self, text: str) -> str:
         return _MARKS.sub("", self.shield.pattern.sub(lambda match: _stand_in(self._ids[match[0]]), text))
+
+    @cached_property
+    def _history(self) -> History:
+        encode = partial(_measured, self._backend)
+        plain = {i: e for i, e in self._entries.items() if not (e.lstrip or e.single_word or e.normalized)}
+        cuts = {token: entry.content for token, entry in plain.items() if may_cut(encode, entry.content, token)}
+        longest = max((len(entry.content) for entry in self._tokenizer.added_tokens_decoder.values()), default=0)
+        return History(encode, cuts, longest)
 
     @cached_property
     def _guard(self) -> tuple[Any, dict[int, int]] | None:
@@ -154,18 +164,6 @@ class Encoder:
         return list(full[: next(starts, 0)])
 
 
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Length of the longest common beginning; slices are compared, so that long texts cost little."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def _stand_in(token: int) -> str:
     return f"{_OPEN}{token}{_CLOSE}"
 
@@ -175,9 +173,10 @@ def _normalizes(backend: Any) -> bool:
     return normalizer is not None and json.loads(normalizer.__getstate__()).get("normalizers") != []
 
 
-def _measured(encoding: Any, positions: Sequence[int]) -> tuple[list[int], list[int]]:
-    ends = [end for _, end in encoding.offsets] if positions else []
-    return encoding.ids, [bisect_right(ends, position) for position in positions]
+def _measured(backend: Any, text: str) -> tuple[list[int], list[int]]:
+    """Ids, and where in the text each token ends."""
+    encoding = backend.encode(text, add_special_tokens=False)
+    return encoding.ids, [end for _, end in encoding.offsets]
 
 
 def _backend(tokenizer: Any) -> Any:

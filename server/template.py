@@ -16,8 +16,9 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
-from server.encoding import PROBE, Shield, clean, common_prefix
+from server.encoding import PROBE, Shield, clean
 from server.errors import InvalidValue, UnsupportedParameter
+from server.history import common_prefix
 
 Message = dict[str, Any]
 Form = Callable[[Any], Any]  # what becomes of a call's arguments
