@@ -57,8 +57,20 @@ def _prompt_kind(value: Any) -> str | None:
         return "#text"
     if not isinstance(value, list) or not value:
         return None
-    first = value[0]
-    return "#texts" if isinstance(first, str) else "#lists" if isinstance(first, list) else "#ids"
+    return "#several" if isinstance(value[0], str | list) else "#ids"
+
+
+def _one_prompt_kind(value: Any) -> str | None:
+    return "#text" if isinstance(value, str) else "#list" if isinstance(value, list) else None
+
+
+def _pairs_as_object(value: Any) -> Any:
+    """llama.cpp's form of a bias: pairs of id and weight, false for never."""
+    if not isinstance(value, list) or not value:
+        return value
+    if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in value):
+        return value
+    return {str(token): -100 if weight is False else weight for token, weight in value}
 
 
 def _string_or_object(value: Any) -> str | None:
@@ -89,12 +101,20 @@ Stop = Annotated[
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}]}
     ),
 ]
+OnePrompt = Annotated[
+    Annotated[str, Tag("#text")] | Annotated[list[TokenId], Field(min_length=1), Tag("#list")],
+    _by(_one_prompt_kind, "a string or token ids"),
+]
 Prompt = Annotated[
-    Annotated[str, Tag("#text")]
-    | Annotated[list[str], Tag("#texts")]
-    | Annotated[list[TokenId], Tag("#ids")]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Tag("#lists")],
+    Annotated[str, Tag("#text")] | Annotated[list[TokenId], Tag("#ids")] | Annotated[list[OnePrompt], Tag("#several")],
     _by(_prompt_kind, "a string, strings, token ids or lists of token ids, and not an empty array"),
+]
+Bias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_pairs_as_object),
+    WithJsonSchema(
+        {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+    ),
 ]
 
 
@@ -286,8 +306,11 @@ class Generation(Wire):
     repetition_penalty: float | None = Field(
         None, gt=0, le=10, description="divides the logits of tokens in prompt and answer; 1: none", examples=[1.1]
     )
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+    logit_bias: Bias | None = Field(
         None, description="token id to a number that is added to its logit", examples=[{"260": -5}]
+    )
+    n_predict: Annotated[int, Field(ge=-1), AfterValidator(_not_zero)] | None = Field(
+        None, description="most tokens of the answer, in llama.cpp's words; -1: what fits the context"
     )
     seed: int | None = Field(
         None,

@@ -60,6 +60,30 @@ async def test_text_and_its_ids_are_the_same_prompt(prompt: Any) -> None:
         assert fake.submits[0].sequence.prompt == ABC
 
 
+async def test_text_and_ids_may_stand_side_by_side() -> None:
+    fake = engine()
+    async with run_server(fake) as site:
+        assert (await site.complete(["a b c", ABC, "d"])).status_code == 200
+        assert [submit.sequence.prompt for submit in fake.submits][:2] == [ABC, ABC]
+
+
+@pytest.mark.parametrize("wish", [{"n_predict": 5}, {"n_predict": 5, "max_tokens": 7}, {"n_predict": -1}, {}])
+async def test_llama_cpps_limit_holds_where_there_is_no_other(wish: dict[str, int]) -> None:
+    fake = engine()
+    async with run_server(fake) as site:
+        assert (await site.complete(**wish)).status_code == 200
+        room = fake.context - len(fake.submits[0].sequence.prompt)
+        expected = wish.get("max_tokens") or {5: 5, -1: room, None: 16}[wish.get("n_predict")]
+        assert fake.submits[0].sequence.max_tokens == expected
+
+
+async def test_a_bias_may_come_as_pairs() -> None:
+    fake = engine()
+    async with run_server(fake) as site:
+        assert (await site.complete(logit_bias=[[5, 1.5], [7, False]])).status_code == 200
+        assert fake.submits[0].sequence.sampling.logit_bias == {5: 1.5, 7: -100}
+
+
 async def test_several_prompts_and_choices_are_indexed_prompt_by_prompt() -> None:
     fake = engine(say=says("0", "1", "2", "3"))
     async with run_server(fake) as site:

@@ -57,6 +57,11 @@ def fault(model: type[BaseModel], /, **fields: Any) -> InvalidValue:
         ({"presence_penalty": -2.5}, "presence_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": [["5", 1]]}, "logit_bias"),
+        ({"logit_bias": [[5, 101]]}, "logit_bias.5"),
+        ({"n_predict": 0}, "n_predict"),
+        ({"n_predict": -2}, "n_predict"),
         ({"seed": 2**63}, "seed"),
         ({"seed": -(2**63) - 1}, "seed"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
@@ -99,8 +104,8 @@ def test_unknown_fields_are_kept_aside() -> None:
     assert chat(frobnicate=1, top_a=None).model_extra == {"frobnicate": 1}
 
 
-@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
-def test_a_prompt_has_four_forms(prompt: Any) -> None:
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]], [[1], "a", [2]]])
+def test_a_prompt_has_four_forms_and_several_may_differ(prompt: Any) -> None:
     assert body.validate(CompletionRequest, json.dumps({"prompt": prompt}).encode()).prompt == prompt
 
 
@@ -112,7 +117,7 @@ def test_a_prompt_has_four_forms(prompt: Any) -> None:
         (5, "prompt"),
         (["a", 1], "prompt[1]"),
         ([1, "a"], "prompt[1]"),
-        ([[1], "a"], "prompt[1]"),
+        ([[1], 2], "prompt[1]"),
         ([True], "prompt[0]"),
         ([-1], "prompt[0]"),
         ([None], "prompt[0]"),

@@ -20,7 +20,7 @@ from server.api.extras import Extras
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.respond import Prepared, respond
-from server.api.sequences import Bounds, sequences, truncated
+from server.api.sequences import Bounds, predicted, sequences, truncated
 from server.api.served import Served
 from server.api.shapes import ChatCompletion, ChatCompletionChunk
 from server.schema import ChatRequest, Message
@@ -56,7 +56,8 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     policy.check_chat(request, served.settings)
     tokenizer, wish, form = served.tokenizer, tools.read(request), forms.read(request, served.settings)
     prompt = render(tokenizer, request, wish)
-    max_tokens = request.max_completion_tokens or request.max_tokens or served.settings.default_max_tokens
+    default = served.settings.default_max_tokens
+    max_tokens = request.max_completion_tokens or request.max_tokens or predicted(request, default)
     ids = truncated(prompt.ids, request, bounds, max_tokens)
     made = sequences(
         request,

@@ -23,7 +23,7 @@ from server.api.logprobs import Lists, merged
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.respond import Prepared, respond
-from server.api.sequences import COMPLETION_TOKENS, Bounds, sequences, truncated
+from server.api.sequences import COMPLETION_TOKENS, Bounds, predicted, sequences, truncated
 from server.api.served import Served
 from server.api.shapes import TextCompletion
 from server.api.sse import event
@@ -61,7 +61,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     served.check_model(request.model)
     policy.check_completion(request, served.settings)
     given = split(request.prompt)
-    max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    max_tokens = predicted(request, COMPLETION_TOKENS) if request.max_tokens is None else request.max_tokens
     whole = [tokenised(prompt, served.tokenizer, bounds) for prompt in given]
     prompts = [truncated(ids, request, bounds, max_tokens) for ids in whole]
     made = sequences(

@@ -81,6 +81,13 @@ def stop_ids(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> list[
     return sorted({*wished, *(token for token in own if token < bounds.vocabulary)})
 
 
+def predicted(request: Generation, default: int | None) -> int | None:
+    """Most tokens of the answer by llama.cpp's name for them; None: what fits the context."""
+    if request.n_predict == -1:
+        return None
+    return default if request.n_predict is None else request.n_predict
+
+
 def truncated(ids: list[int], request: Generation, bounds: Bounds, max_tokens: int | None) -> list[int]:
     """The prompt, or the part of it that the request wants; the very same list if that is all of it."""
     most = request.truncate_prompt_tokens
