@@ -336,6 +336,7 @@ class Batch:
 
         For first tokens: a chunk of somebody's prompt may stand before the next step.
         """
+        started = perf_counter()
         inputs, scores, self._scores = self._inputs, self._scores, None
         assert inputs is not None
         failed: list[tuple[Row, str]] = []
@@ -343,6 +344,7 @@ class Batch:
             self._accept(on_host(inputs), failed)
         news = self._read(inputs, scores, failed)
         self._known = list(range(len(self.rows)))
+        self._seconds["read"] += perf_counter() - started
         return news
 
     def has_told(self, row: Row) -> bool:
