@@ -10,8 +10,6 @@ sequence has any length. How many fit a budget is learned from the chunks before
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -21,14 +19,11 @@ from server.batching import Model, Row
 from server.cache_guard import Guard, cache_arrays
 from server.cohort import ROOMY, Cohorts
 from server.messages import LARGEST_CHUNK, TokenLogprobs
+from server.pace import CHUNKS, Pace
 from server.sampling import top_candidates
 from server.together import Shared, kept, read_together, taken_apart
 
-CHUNKS = (LARGEST_CHUNK, 1024, 512, 256, 128, 64)
 _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocabulary and all
-_MEMORY = 0.5  # weight of the newest measurement of the pace
-_FORGOTTEN = 16  # shorter chunks after which a length may be tried again; doubles each time
-_READ_ALL = 32  # fewer tokens hardly take less time: the weights are read all the same
 _TRIAL, _TRIAL_SHARED = 1.5, 2.0  # budgets that the first two chunks of a length may take
 _ANYWAY = 1.6  # a budget isn't less than this many of the shortest chunk, which is read anyway
 _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of the oldest
@@ -75,71 +70,6 @@ class Reading:
     def next_stop(self) -> int:
         """How many tokens the next chunk may have at the most."""
         return (self.snapshot_at[0] if self.snapshot_at else self.goal) - self.done
-
-
-def _kind(size: int) -> int:
-    """The chunk length that is the nearest, by its ratio to the size."""
-    return min(CHUNKS, key=lambda length: max(length, size) / min(length, size))
-
-
-@dataclass(slots=True)
-class _Measured:
-    """Seconds a token of one chunk length."""
-
-    rate: float
-    times: int = 0
-    passed_over: int = 0  # shorter chunks since
-    patience: int = _FORGOTTEN
-
-    @property
-    def sure(self) -> bool:
-        """The first time may have had to compile something."""
-        return self.times > 1
-
-
-class Pace:
-    """Seconds a token by chunk length, learned online."""
-
-    def __init__(self, tried: int = LARGEST_CHUNK) -> None:
-        """`tried`: what counts as the longest length tried while none is known for sure."""
-        self._tried = tried
-        self._kinds: dict[int, _Measured] = {}
-        self._guess: float | None = None  # from a chunk too small to say much
-
-    def learn(self, size: int, seconds: float) -> None:
-        rate = seconds / size
-        if size < _READ_ALL:
-            self._guess = rate
-            return
-        kind = _kind(size)
-        own = self._kinds.setdefault(kind, _Measured(rate))
-        own.rate = own.rate + _MEMORY * (rate - own.rate) if own.sure else min(own.rate, rate)
-        own.times, own.passed_over = own.times + 1, 0
-        for longer in [other for length, other in self._kinds.items() if length > kind]:
-            longer.passed_over += 1
-            if longer.passed_over == longer.patience:  # it may have been unlucky: once more decides
-                longer.rate, longer.times, longer.patience = inf, 1, 2 * longer.patience
-
-    def seconds(self, size: int) -> float | None:
-        """Expected time of a chunk, from the nearest length measured; None before the first."""
-        known = [kind for kind in self._kinds if self._kinds[kind].sure] or list(self._kinds)
-        rate = self._guess
-        if known:
-            rate = self._kinds[min(known, key=lambda kind: abs(kind.bit_length() - _kind(size).bit_length()))].rate
-        return None if rate is None else rate * max(size, _READ_ALL)
-
-    @property
-    def next(self) -> int:
-        """The length after those that are known for sure, or 0. Where a pass takes about the same time however long it
-        is, as on a fast device, only trying shows it."""
-        longest = max((kind for kind, own in self._kinds.items() if own.sure), default=self._tried)
-        return min((kind for kind in CHUNKS if kind > longest), default=0)
-
-    @property
-    def reach(self) -> int:
-        """The longest chunk that an estimate is good for: tokens attend to each other, so that longer ones take more
-        than their share."""
-        return 2 * max(self._kinds, default=CHUNKS[-1])
 
 
 class Prefill:

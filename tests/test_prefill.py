@@ -12,7 +12,8 @@ from server import prefill as module
 from server.cache_guard import Guard
 from server.cohort import Cohorts
 from server.messages import Snapshot
-from server.prefill import CHUNKS, ChunkFailed, Pace, Prefill
+from server.pace import CHUNKS, FORGOTTEN, Pace
+from server.prefill import ChunkFailed, Prefill
 
 MS = 0.001
 
@@ -136,7 +137,7 @@ def test_every_token_is_read_once_and_every_mark_within_is_hit(length, held, mar
 # ---------------------------------------------------------------- the budget
 def trials(bench):
     """How often a length may have been tried that was too long."""
-    return 2 + (max(map(len, (bench.chunks, bench.shapes))) // module._FORGOTTEN).bit_length()
+    return 2 + (max(map(len, (bench.chunks, bench.shapes))) // FORGOTTEN).bit_length()
 
 
 @pytest.mark.parametrize("budget", [0.05, 0.1, 0.25])
