@@ -62,7 +62,12 @@ class Shared:
     def __init__(self, caches: Caches, seqs: list[int]) -> None:
         """`seqs[i]` names the row whose caches are at i."""
         self.caches, self.seqs = caches, seqs
+        self._singles: dict[int, Caches] = {}
 
     def single(self, seq: int) -> Caches:
-        """A copy of one row's caches."""
-        return taken_apart(self.caches, [self.seqs.index(seq)])[0]
+        """A copy of one row's caches. Where a second one is wanted all will be, to be kept as prefixes."""
+        if seq not in self._singles:
+            wanted = [one for one in self.seqs if one not in self._singles] if self._singles else [seq]
+            copies = taken_apart(self.caches, [self.seqs.index(one) for one in wanted])
+            self._singles |= zip(wanted, copies, strict=True)
+        return self._singles[seq]

@@ -1,13 +1,15 @@
 """Prompts are read together where that changes nothing but the time: who goes along, and that the text is the same."""
 
+import copy
 import random
 
 import mlx.core as mx
 import pytest
-from driving import Rig, model, prompt, row
+from driving import CLOSE, Rig, model, prompt, row
 from mlx_lm.models.cache import make_prompt_cache
 
 from server import model as loading
+from server import together
 from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, ROWS, Cohorts
 from server.prefill import ChunkFailed, Prefill
 from server.together import Shared
@@ -134,6 +136,23 @@ def test_passes_of_a_few_numbers_of_rows_read_any_number_of_prompts(llama, way):
     for count in range(1, MOST_ROWS + 2):
         read(lane(passes, way), rows_of(*[5] * count))
     assert {rows for rows, _ in passes.shapes} == {1, *ROWS}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_pass_is_taken_apart_at_most_twice(family, monkeypatch):
+    """However many of its rows are wanted alone."""
+    calls, apart = [], together.taken_apart
+    monkeypatch.setattr(
+        together, "taken_apart", lambda caches, indices: calls.append(indices) or apart(caches, indices)
+    )
+    raw = model(family)
+    rows = read(lane(Passes(raw), "padded"), rows_of(*range(57, 65)))
+    for one in rows[::-1] + rows:
+        fresh = make_prompt_cache(raw)
+        raw(mx.array([one.tokens[:-1]]), cache=fresh)
+        alone, single = (raw(mx.array([one.tokens[-1:]]), cache=copy.deepcopy(c))[0, -1] for c in (fresh, one.single()))
+        assert float(mx.abs(alone - single).max()) < CLOSE * float(alone.std())
+    assert sorted(map(len, calls)) == [1, 7]
 
 
 def test_even_passes_are_few_whatever_the_lengths(llama):
