@@ -160,7 +160,7 @@ def reads_together(model: nn.Module, batching: str) -> ReadsTogether:
         except Exception as error:  # whatever a model file of somebody's raises
             log.debug("prompts can't be read %s: %s", way, _first_line(error))
             continue
-        if max(_distance(a, b) for logits in found for a, b in zip(alone, logits, strict=True)) <= allowed:
+        if all(_distance(a, b) <= allowed for logits in found for a, b in zip(alone, logits, strict=True)):
             return way
     return "alone"
 

@@ -26,6 +26,7 @@ from server.together import Shared, kept, read_together, taken_apart
 _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocabulary and all
 _TRIAL, _TRIAL_SHARED = 1.5, 2.0  # budgets that the first two chunks of a length may take
 _ANYWAY = 1.6  # a budget isn't less than this many of the shortest chunk, which is read anyway
+_LEFT_OUT = 2  # turns that a sequence gives away; then it reads alone
 _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of the oldest
 
 
@@ -40,7 +41,7 @@ class ChunkFailed(Exception):
 class Reading:
     """One sequence whose tokens are being read into its own single caches."""
 
-    __slots__ = ("begun", "done", "pace", "row", "snapshot_at")
+    __slots__ = ("begun", "done", "left_out", "pace", "row", "snapshot_at")
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -48,6 +49,7 @@ class Reading:
         self.done = 0  # tokens that the caches hold
         self.pace: float | None = None  # seconds a token of its newest chunk; grows with the length
         self.snapshot_at: list[int] = []  # lengths at which a chunk must end
+        self.left_out = 0  # how often its turn was given to others who can read more together
 
     def begin(self, done: int, snapshot_at: list[int]) -> None:
         """The caches are there and hold `done` tokens."""
@@ -148,6 +150,9 @@ class Prefill:
                 if chunks and left is not None and self._expected(reading, size) > left:
                     break
                 chosen = self._together(reading, waiting, left) or [(reading, size)]
+                if all(one is not reading for one, _ in chosen):
+                    reading.left_out += 1
+                    chosen = chosen if reading.left_out <= _LEFT_OUT else [(reading, size)]
                 self._account(reading, waiting, budget, self._chunk(chosen))
                 chunks += 1
             complete = sum(r.complete and ready(r.row) for r in self.readings)

@@ -155,6 +155,18 @@ def test_a_pass_is_taken_apart_at_most_twice(family, monkeypatch):
     assert sorted(map(len, calls)) == [1, 7]
 
 
+def test_a_few_tokens_that_fit_no_even_pass_do_not_wait_for_ever(llama):
+    reading, last = lane(Passes(llama), "even"), row(0, prompt(4))
+    read(reading, rows_of(*[65] * 40, first=100), budget=10.0)  # the pace is known
+    reading.insert(last)
+    for seq in range(1, 40, 2):
+        for one in rows_of(65, 65, first=seq):
+            reading.insert(one)
+        if last in reading.run(10.0, lambda one: True, 1):
+            break
+    assert seq <= 9
+
+
 def test_even_passes_are_few_whatever_the_lengths(llama):
     passes = Passes(llama)
     read(lane(passes, "even"), rows_of(*range(34, 66)))
