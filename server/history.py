@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from threading import Lock
 
 SHORTEST = 2_000  # characters of a text worth keeping
@@ -28,8 +29,7 @@ class _Text:
     text: str
     ids: array[int]
     ends: array[int]  # position after each token
-    cuts: list[int]  # positions at which a special token begins
-    indices: list[int]  # and their places among the ids
+    cuts: list[tuple[int, int]]  # positions at which a special token begins, and its place among the ids
 
 
 class History:
@@ -48,33 +48,34 @@ class History:
             return self._encode(text)
         with self._lock:
             texts = list(self._texts)
-        known, cut, index = self._best(text, texts)
+        known, shared, cuts = self._best(text, texts)
+        cut, index = cuts[-1] if cuts else (0, 0)
         ids, ends = self._encode(text[cut:])
         if known is not None:
             ids = known.ids[:index].tolist() + ids
             ends = known.ends[:index].tolist() + [end + cut for end in ends]
-        self._keep(_Text(text, array("I", ids), array("I", ends), *self._places(text, ids, ends)), known)
+        new = _Text(text, array("I", ids), array("I", ends), cuts + self._places(text, ids, ends, index + 1))
+        self._keep(new, known if known is not None and shared >= GROWN * len(known.text) else None)
         return ids, ends
 
-    def _best(self, text: str, texts: Sequence[_Text]) -> tuple[_Text | None, int, int]:
-        """The text with which most can be spared, where to cut, and how many ids that leaves."""
-        best: tuple[_Text | None, int, int] = (None, 0, 0)
+    def _best(self, text: str, texts: Sequence[_Text]) -> tuple[_Text | None, int, list[tuple[int, int]]]:
+        """The text with which most can be spared, how much of it is shared, and where that may be cut."""
+        best: tuple[_Text | None, int, list[tuple[int, int]]] = (None, 0, [])
         for known in texts:
-            place = bisect_right(known.cuts, common_prefix(known.text, text) - self._longest) - 1
-            if place >= 0 and known.cuts[place] > best[1]:
-                best = known, known.cuts[place], known.indices[place]
+            shared = common_prefix(known.text, text)
+            cuts = known.cuts[: bisect_right(known.cuts, shared - self._longest, key=itemgetter(0))]
+            if cuts and cuts[-1] > max(best[2], default=(0, 0)):
+                best = known, shared, cuts
         return best
 
-    def _places(self, text: str, ids: list[int], ends: list[int]) -> tuple[list[int], list[int]]:
-        """Positions at which the text may be cut, and of which ids."""
-        found = [(ends[i - 1], i) for i, token in enumerate(ids) if i and token in self._cuts]
-        found = [(cut, i) for cut, i in found if text.startswith(self._cuts[ids[i]], cut)]
-        return [cut for cut, _ in found], [i for _, i in found]
+    def _places(self, text: str, ids: list[int], ends: list[int], first: int) -> list[tuple[int, int]]:
+        """Where the text may be cut, before which of the ids from `first` ≥ 1 on."""
+        found = [(ends[i - 1], i) for i in range(first, len(ids)) if ids[i] in self._cuts]
+        return [(cut, i) for cut, i in found if text.startswith(self._cuts[ids[i]], cut)]
 
-    def _keep(self, new: _Text, known: _Text | None) -> None:
+    def _keep(self, new: _Text, outgrown: _Text | None) -> None:
         with self._lock:
-            if known is not None and common_prefix(known.text, new.text) >= GROWN * len(known.text):
-                self._texts = [text for text in self._texts if text is not known]
+            self._texts = [text for text in self._texts if text is not outgrown]
             self._texts.append(new)
             while len(self._texts) > MOST or sum(len(text.text) for text in self._texts) > MOST_CHARACTERS:
                 self._texts.pop(0)

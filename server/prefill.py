@@ -101,10 +101,8 @@ class Prefill:
         self._on_start = on_start
         self._most = most
         self._cohorts = cohorts or Cohorts("alone")
-        self._alone, self._shared = (
-            Pace(),
-            Pace(CHUNKS[-1]),
-        )  # a lone chunk of many tokens attends to more than many short ones
+        # Apart, since a lone chunk of many tokens attends to more than many short ones.
+        self._alone, self._shared = Pace(), Pace(CHUNKS[-1])
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
         self.readings: list[Reading] = []
 

@@ -109,11 +109,26 @@ Prompt = Annotated[
     Annotated[str, Tag("#text")] | Annotated[list[TokenId], Tag("#ids")] | Annotated[list[OnePrompt], Tag("#several")],
     _by(_prompt_kind, "a string, strings, token ids or lists of token ids, and not an empty array"),
 ]
+_WEIGHT = {"type": "number", "minimum": -100, "maximum": 100}
 Bias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(_pairs_as_object),
     WithJsonSchema(
-        {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+        {
+            "anyOf": [
+                {"type": "object", "additionalProperties": _WEIGHT},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "array",
+                        "prefixItems": [{"type": "integer"}, {"anyOf": [_WEIGHT, {"const": False}]}],
+                        "minItems": 2,
+                        "maxItems": 2,
+                    },
+                },
+            ]
+        }
     ),
 ]
 
