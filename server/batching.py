@@ -25,7 +25,7 @@ from server.adjust import Adjust
 from server.cache_guard import Caches, Guard, compact
 from server.messages import Finish, Sequence, TokenLogprobs
 from server.sampling import Sampler, top_candidates
-from server.together import Shared, merged
+from server.together import Shared, kept, merged
 
 FLUSH_STEPS = 256  # steps whose tokens may wait to be moved into the rows: bounds what a join has to do
 
@@ -255,8 +255,10 @@ class Batch:
         assert self._inputs is not None
         if not keep:
             self.caches, self._inputs = [], None
+        elif len(keep) == 1:
+            self.caches, self._inputs = self.single_caches(keep[0]), self._inputs[keep[0] : keep[0] + 1]
         else:
-            self._shrink(keep)
+            self.caches = kept(self.caches, keep, compacting=self._guard.enabled)
             self._inputs = self._inputs[mx.array(keep)]
         place = {old: new for new, old in enumerate(keep)}
         self._known = [place[i] for i in self._known if i in place]
@@ -264,16 +266,6 @@ class Batch:
         self._adjust = self._adjust.filter(keep)
         self.rows = [self.rows[i] for i in keep]
         self._refresh()
-
-    def _shrink(self, keep: list[int]) -> None:
-        if len(keep) == 1:
-            self.caches = self.single_caches(keep[0])
-            return
-        index = mx.array(keep)
-        for layer in self.caches:
-            layer.filter(index)
-            if self._guard.enabled:
-                compact([layer])  # `filter` cuts shared padding off by a view, which would go on pinning it
 
     def abandon(self) -> list[Row]:
         """Give up all rows after a failed forward pass; the caches are in no known state and are dropped."""

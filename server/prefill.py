@@ -258,7 +258,9 @@ class Prefill:
         for i, single in zip(others, taken_apart(caches, others), strict=True):
             rows[i].caches = single
         if through:
-            shared = Shared(kept(caches, through) if others else caches, [rows[i].seq for i in through])
+            if others:
+                caches = kept(caches, through, compacting=self._guard.enabled)
+            shared = Shared(caches, [rows[i].seq for i in through])
             for i in through:
                 rows[i].caches, rows[i].shared = [], shared
 

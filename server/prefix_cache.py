@@ -30,7 +30,7 @@ def can_trim(caches: Caches) -> bool:
     return bool(can_trim_prompt_cache(caches)) and not cut
 
 
-def common_prefix(a: list[int] | np.ndarray[Any, Any], b: list[int] | np.ndarray[Any, Any]) -> int:
+def shared_ids(a: list[int] | np.ndarray[Any, Any], b: list[int] | np.ndarray[Any, Any]) -> int:
     """How many leading ids are equal."""
     size = min(len(a), len(b))
     differ = np.asarray(a[:size]) != np.asarray(b[:size])
@@ -87,7 +87,7 @@ class PrefixCache:
     def _best(self, wanted: np.ndarray[Any, Any]) -> tuple[bytes | None, int]:
         best: tuple[bytes | None, int] = (None, 0)
         for key, entry in self._entries.items():
-            shared = common_prefix(entry.tokens, wanted)
+            shared = shared_ids(entry.tokens, wanted)
             usable = shared if entry.trims or shared == len(entry.tokens) else 0
             if usable >= max(WORTH_KEEPING, best[1] + 1):
                 best = key, usable
@@ -132,7 +132,7 @@ class PrefixCache:
         for key, entry in self._entries.items():
             longer = len(entry.tokens) > len(wanted)
             if (entry.trims and trims if longer else len(entry.tokens) == len(wanted)) and (
-                common_prefix(entry.tokens, wanted) == len(wanted)
+                shared_ids(entry.tokens, wanted) == len(wanted)
             ):
                 self._entries.move_to_end(key)
                 return True
@@ -141,7 +141,7 @@ class PrefixCache:
     def _drop_prefixes(self, new: _Entry) -> None:
         """Entries that the new one can stand in for."""
         for key, entry in list(self._entries.items()):
-            if entry.trims and common_prefix(entry.tokens, new.tokens) == len(entry.tokens):
+            if entry.trims and shared_ids(entry.tokens, new.tokens) == len(entry.tokens):
                 self._drop(key)
 
     # ------------------------------------------------------------ let go

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from server.cache_guard import Caches, cache_arrays, compact, settle
+from server.cache_guard import Caches, cache_arrays, compact
 
 
 def merged(rows: list[Caches]) -> Caches:
@@ -47,12 +47,16 @@ def taken_apart(caches: Caches, indices: list[int]) -> list[Caches]:
     return singles
 
 
-def kept(caches: Caches, indices: list[int]) -> Caches:
-    """The caches without the rows that aren't at `indices`."""
+def kept(caches: Caches, indices: list[int], *, compacting: bool) -> Caches:
+    """The caches without the rows that aren't at `indices`, layer by layer so that only one has two copies.
+
+    Not compacting leaves what mlx-lm leaves: views that pin the padding which `filter` cuts off.
+    """
     index = mx.array(indices)
     for layer in caches:
         layer.filter(index)
-    settle(caches)
+        if compacting:
+            compact([layer])
     return caches
 
 

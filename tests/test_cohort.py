@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from server import model as loading
 from server import together
+from server.cache_guard import cache_arrays, pinned_bytes
 from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, ROWS, Cohorts
 from server.prefill import ChunkFailed, Prefill
 from server.together import Shared
@@ -136,6 +137,17 @@ def test_passes_of_a_few_numbers_of_rows_read_any_number_of_prompts(llama, way):
     for count in range(1, MOST_ROWS + 2):
         read(lane(passes, way), rows_of(*[5] * count))
     assert {rows for rows, _ in passes.shapes} == {1, *ROWS}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
+def test_what_stays_of_a_pass_pins_no_more_than_its_own(family):
+    """Whoever goes on without a longer row takes none of the padding along that stood for it."""
+    inner = model(family)
+    caches = together.read_together(
+        inner, [make_prompt_cache(inner) for _ in range(3)], [prompt(20, 0), prompt(30, 1), prompt(300, 2)]
+    )
+    arrays = cache_arrays(together.kept(caches, [0, 1], compacting=True))
+    assert pinned_bytes(arrays) <= 1.1 * sum(array.nbytes for array in arrays)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

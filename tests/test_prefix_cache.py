@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, make_promp
 from server.cache_guard import cache_arrays, pinned_bytes
 from server.messages import Snapshot
 from server.prefill import Prefill
-from server.prefix_cache import MOST_ENTRIES, WORTH_KEEPING, PrefixCache, can_trim, common_prefix
+from server.prefix_cache import MOST_ENTRIES, WORTH_KEEPING, PrefixCache, can_trim, shared_ids
 
 FAMILIES = ["llama", "gemma3_text", "qwen3_5"]
 WINDOW = 32
@@ -304,6 +304,6 @@ def test_a_chunked_cache_that_has_lost_its_front_serves_whole_only():
 
 @given(a=st.lists(st.integers(0, 2), max_size=12), b=st.lists(st.integers(0, 2), max_size=12))
 def test_the_common_prefix_is_as_long_as_it_is(a, b):
-    size = common_prefix(a, b)
+    size = shared_ids(a, b)
     assert a[:size] == b[:size]
     assert size == min(len(a), len(b)) or a[size] != b[size]
