@@ -13,10 +13,9 @@ from typing import Protocol, TypeVar
 
 from server.batching import Row
 from server.messages import ReadsTogether
+from server.plans import most_read, rows_read
 
-# Rows of a pass: few shapes, since CUDA takes ten times as long for the first pass of each as for the next.
-ROWS = (32, 16, 8, 4, 2)
-MOST_ROWS = ROWS[0]
+MOST_ROWS = 32  # of a pass
 LONGEST = 1024  # positions of a row that reads together: for longer ones the host's time is no matter
 POSITIONS = 4096  # of all rows, those held included: merging copies them
 ROOMY = 4  # times the room that a chunk of as many tokens takes alone: caches exist twice, and grow in steps
@@ -70,7 +69,7 @@ class Cohorts:
                 mates.append(other)
                 tokens += other.left
         chosen = self._padded(mates, limit) if self.way == "padded" else self._even(mates, limit)
-        return chosen[: _fewer(len(chosen))]
+        return chosen if len(chosen) > 1 else []
 
     @staticmethod
     def _padded(mates: list[M], limit: int) -> list[tuple[M, int]]:
@@ -81,7 +80,8 @@ class Cohorts:
             lengths = [size for _, size in chosen] + [other.next_stop()]
             held = max(other.done, *(mate.done for mate, _ in chosen))
             width, count = max(lengths), len(lengths)
-            if count * width > limit or count * (held + width) > POSITIONS or sum(lengths) < FULL * count * width:
+            rows = rows_read(count)
+            if rows * width > limit or rows * (held + width) > POSITIONS or sum(lengths) < FULL * count * width:
                 continue
             chosen.append((other, lengths[-1]))
         return chosen
@@ -94,12 +94,7 @@ class Cohorts:
         best: tuple[int, list[M]] = (0, [])
         for size in {min(mate.next_stop(), limit // 2) for mate in alike}:
             able = [mate for mate in alike if mate.next_stop() >= size]
-            most = _fewer(min(len(able), limit // size, POSITIONS // max(mate.done + size for mate in able)))
-            best = max(best, (size, able[:most]), key=lambda found: found[0] * len(found[1]))
+            rows = min(limit // size, POSITIONS // max(mate.done + size for mate in able))
+            best = max(best, (size, able[: most_read(rows)]), key=lambda found: found[0] * len(found[1]))
         size, able = best
         return [(mate, size) for mate in able]
-
-
-def _fewer(count: int) -> int:
-    """The next number of rows that a pass may have; 0 if that is one, which reads alone."""
-    return next((rows for rows in ROWS if rows <= count), 0)

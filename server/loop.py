@@ -518,7 +518,7 @@ class Loop:
 
 def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settings: Settings, faults: Faults) -> Loop:
     """Load the model, announce it, and give the loop that runs it. Raises StartupError."""
-    from server import device, model
+    from server import device, model, plans
 
     began = perf_counter()
     if settings.wired_limit:
@@ -526,6 +526,7 @@ def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settin
     if settings.pool_limit is not None:
         mx.set_cache_limit(settings.pool_limit)
     residency = Residency.open(settings, snapshot)  # before the weights, so that a native counter counts them
+    plans.avoid()
     loaded = model.load(
         Path(start.model_path), trust_remote_code=settings.trust_remote_code, probe=start.probe, on_stage=pulse.enter
     )

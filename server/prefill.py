@@ -20,6 +20,7 @@ from server.cache_guard import Guard, cache_arrays
 from server.cohort import ROOMY, Cohorts
 from server.messages import LARGEST_CHUNK, TokenLogprobs
 from server.pace import CHUNKS, Pace
+from server.plans import rows_read
 from server.sampling import top_candidates
 from server.together import Shared, kept, read_together, taken_apart
 
@@ -222,7 +223,7 @@ class Prefill:
 
     def _chunk(self, chosen: list[tuple[Reading, int]]) -> float:
         """Read so many tokens of each in one pass; the seconds that it took."""
-        total = len(chosen) * max(size for _, size in chosen)  # with padding
+        total = rows_read(len(chosen)) * max(size for _, size in chosen)  # with padding
         self._on_start(total)
         started = perf_counter()
         try:

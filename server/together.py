@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from server.cache_guard import Caches, cache_arrays, compact
+from server.plans import rows_read
 
 
 def merged(rows: list[Caches]) -> Caches:
@@ -24,6 +25,9 @@ def merged(rows: list[Caches]) -> Caches:
 
 def read_together(model: Any, rows: list[Caches], tokens: list[list[int]]) -> Caches:
     """The rows' caches, merged, after a pass that read `tokens` [B][L_i ≥ 1] into them; the ones given are used up."""
+    count = len(rows)
+    spare = rows_read(count) - count
+    rows, tokens = rows + rows[-1:] * spare, tokens + tokens[-1:] * spare
     lengths = [len(ids) for ids in tokens]
     width = max(lengths)
     padding = [width - length for length in lengths]
@@ -35,6 +39,9 @@ def read_together(model: Any, rows: list[Caches], tokens: list[list[int]]) -> Ca
     if any(padding):
         for layer in caches:
             layer.finalize()
+    if spare:
+        for layer in caches:
+            layer.filter(mx.arange(count))
     mx.eval(cache_arrays(caches))
     return caches
 

@@ -9,9 +9,9 @@ from driving import CLOSE, Rig, model, prompt, row
 from mlx_lm.models.cache import make_prompt_cache
 
 from server import model as loading
-from server import together
+from server import plans, together
 from server.cache_guard import cache_arrays, pinned_bytes
-from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, ROWS, Cohorts
+from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, Cohorts
 from server.prefill import ChunkFailed, Prefill
 from server.together import Shared
 
@@ -30,6 +30,13 @@ class Passes:
         if self.fault(inputs):
             raise ValueError("boom")
         return self.inner(inputs, cache=cache)
+
+
+@pytest.fixture(params=[False, True], ids=["", "planned"])
+def planned(request, monkeypatch):
+    """Whether the device is one that plans shapes."""
+    monkeypatch.setattr(plans, "is_planned", lambda: request.param)
+    return request.param
 
 
 def lane(inner, way, *, held=lambda one: 0, marks=(), waits=lambda one, mates: False, seen=None):
@@ -60,7 +67,7 @@ def read(reading, rows, budget=None, enough=10**6):
 
 # ---------------------------------------------------------------- the same text
 @pytest.mark.parametrize(("family", "way"), [(f, "padded") for f in PADDED] + [(f, "even") for f in EVEN])
-def test_what_is_read_together_is_what_is_read_alone(family, way):
+def test_what_is_read_together_is_what_is_read_alone(family, way, planned):
     """Bursts of any lengths, some of them beyond a window, some on prefixes that were there already. What a pass leaves
     joins a batch as it is, with whoever came before or comes along."""
     raw, rig = model(family), Rig(family)
@@ -132,11 +139,12 @@ def test_rows_of_a_pass_join_a_batch_without_being_taken_apart(llama, monkeypatc
 
 
 @pytest.mark.parametrize("way", ["padded", "even"])
-def test_passes_of_a_few_numbers_of_rows_read_any_number_of_prompts(llama, way):
-    passes = Passes(llama)
-    for count in range(1, MOST_ROWS + 2):
+def test_any_number_of_like_prompts_is_one_pass_of_few_shapes_where_each_is_planned(llama, way, planned):
+    for count in range(1, MOST_ROWS + 1):
+        passes = Passes(llama)
         read(lane(passes, way), rows_of(*[5] * count))
-    assert {rows for rows, _ in passes.shapes} == {1, *ROWS}
+        rows = 1 << (count - 1).bit_length() if planned else count
+        assert passes.shapes == [(rows, 4)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
