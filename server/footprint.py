@@ -1,6 +1,6 @@
-"""What the system charges this process for, in bytes.
+"""What the system charges this process for, in bytes, and giving back what isn't needed.
 
-Owns two system calls. Runs in any thread. On macOS the resident size misses what Metal holds, so the physical
+Owns three system calls. Runs in any thread. On macOS the resident size misses what Metal holds, so the physical
 footprint is read, the figure that Activity Monitor shows; on Linux it is the resident size.
 """
 
@@ -22,6 +22,13 @@ def footprint() -> int:
         return _macos() if sys.platform == "darwin" else _linux()
     except (OSError, AttributeError, ValueError):
         return 0
+
+
+def give_back() -> None:
+    """Let glibc's malloc return what was freed: it keeps it for later, spread over its heap, so that a process which
+    takes and frees buffers of many sizes only grows. Other C libraries return it by themselves."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def total_memory() -> int:

@@ -21,7 +21,7 @@ import mlx.core as mx
 from server import metal, native
 from server.allocator import Unavailable
 from server.errors import StartupError
-from server.footprint import footprint, total_memory
+from server.footprint import footprint, give_back, total_memory
 from server.messages import Snapshot
 from server.pressure import BUFFERS, BYTES, RUNGS, Act, Level, Pressure, Reading, Slope, Verb
 from server.settings import Settings
@@ -182,6 +182,7 @@ class Residency:
     def settle(self) -> int | None:
         """Drop the pool and take a settled reading."""
         mx.clear_cache()
+        give_back()
         snapshot, now = self._snapshot, self._clock()
         self._settled_time, self._settled_steps = now, snapshot.steps
         snapshot.live_raw = self.source.settled()
