@@ -24,6 +24,7 @@ AT_ONCE = 24  # clients of the mode disconnects
 LEVEL_SHARE = 0.02  # growth of a process's memory over the last half that counts as level
 PREFIXES = "16MiB"  # of earlier prompts' KV: full long before the last half, so that keeping more isn't growth
 LEVEL_BYTES = 4 << 20  # the same, for noise of small processes
+REST_SECONDS = 2.0  # until an idle engine has dropped its pool: memory is weighed at rest
 
 
 # ---------------------------------------------------------------- the server leaves
@@ -67,14 +68,14 @@ def drain_problems(short: Account, endless: Account, new: Account, is_ready: boo
 # ---------------------------------------------------------------- the clients leave
 async def disconnects(scene: Scene) -> Findings:
     """Requests that are left at random: while they are sent, queued, read, answered. Nothing may be left of them."""
-    total = scene.count(10_000, 600)
+    total, parts = scene.count(10_000, 600), scene.count(20, 8)
     with scene.server(queue_limit=16, max_rows=12, prefix_cache=PREFIXES) as server:
         crowd = Crowd(server, scene.rng)
-        await crowd.run(total // 10)
-        await crowd.settle()
-        before = files(server)
-        await crowd.run(total - total // 10)
-        await crowd.settle()
+        before: dict[str, int] = {}
+        for _ in range(parts):
+            await crowd.run(total // parts)
+            await crowd.rest()
+            before = before or files(server)
         after = files(server)
         findings = scene.findings(server, "requests", total)
         findings.problems += crowd.problems + memory_problems(crowd.memory)
@@ -100,7 +101,7 @@ class Crowd:
         self.outcomes = {"answered": 0, "left": 0, "refused": 0}
         self.memory: dict[str, list[float]] = {"server": [], "engine": []}
         self._server, self._rng = server, rng
-        self._to_come = self._done = 0
+        self._to_come = 0
 
     async def run(self, total: int) -> None:
         self._to_come = total
@@ -110,9 +111,6 @@ class Crowd:
         while self._to_come > 0:
             self._to_come -= 1
             await self._one()
-            self._done += 1
-            if self._done % 100 == 0:
-                await asyncio.to_thread(self._weigh)
 
     async def _one(self) -> None:
         rng = self._rng
@@ -131,6 +129,12 @@ class Crowd:
         self.outcomes["refused" if account.status == 429 else "answered"] += 1
         if account.status not in (200, 429) or (account.status == 200 and not account.ok):
             self.problems.append(f"an answer ended badly: {account.trouble()}")
+
+    async def rest(self) -> None:
+        """Until nothing is left to do; weighs both processes then, since under load they hold what comes and goes."""
+        await self.settle()
+        await asyncio.sleep(REST_SECONDS)
+        await asyncio.to_thread(self._weigh)
 
     def _weigh(self) -> None:
         known = process_tree.descendants(self._server.pid)
