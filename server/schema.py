@@ -32,6 +32,7 @@ MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 IGNORED = "accepted and ignored: it can't change the answer"
+UNOFFERED = "refused unless it asks for nothing: it would change the answer"
 
 
 class Wire(BaseModel):
@@ -371,6 +372,17 @@ class Generation(Wire):
         None, description="how long prompt and answer have taken, in every chunk and in the plain answer"
     )
     use_beam_search: bool | None = Field(None, description="refused when true: answers are drawn")
+    allowed_token_ids: Any = Field(None, description=UNOFFERED)
+    bad_words: Any = Field(None, description=UNOFFERED)
+    logprob_token_ids: Any = Field(None, description=UNOFFERED)
+    include_stop_str_in_output: Any = Field(None, description=UNOFFERED)
+    thinking_token_budget: Any = Field(None, description=UNOFFERED)
+    mirostat: Any = Field(None, description=UNOFFERED)
+    typical_p: Any = Field(None, description=UNOFFERED)
+    top_n_sigma: Any = Field(None, description=UNOFFERED)
+    xtc_probability: Any = Field(None, description=UNOFFERED)
+    dry_multiplier: Any = Field(None, description=UNOFFERED)
+    dynatemp_range: Any = Field(None, description=UNOFFERED)
     user: Any = Field(None, description=IGNORED)
 
 
@@ -395,6 +407,7 @@ class ChatRequest(Generation):
         None, description="handed to templates that know it", examples=["low"]
     )
     reasoning: ReasoningOptions | None = Field(None, description="another form of `reasoning_effort`")
+    include_reasoning: bool | None = Field(None, description="false: the answer comes without its reasoning")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the chat template", examples=[{"enable_thinking": False}]
     )

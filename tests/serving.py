@@ -35,11 +35,14 @@ def tokenizer() -> Tokenizer:
     return generic_tools.with_format(Tokenizer.load(TOKENIZER, trust_remote_code=False))
 
 
-def says(text: str, *more: str, stop: bool = True) -> Callable[[messages.Sequence, int], int]:
+def says(
+    text: str, *more: str, stop: bool = True, tokens: Tokenizer | None = None
+) -> Callable[[messages.Sequence, int], int]:
     """A script: choice n says the n-th text (the last one if there are fewer), then an end token or, unless `stop`, its
     last token for ever."""
-    scripts = [tokenizer().encode(one, special=True, bos=False) for one in (text, *more)]
-    end = min(tokenizer().eos_ids)
+    tokens = tokens or tokenizer()
+    scripts = [tokens.encode(one, special=True, bos=False) for one in (text, *more)]
+    end = min(tokens.eos_ids)
 
     def say(sequence: messages.Sequence, position: int) -> int:
         script = scripts[min(sequence.choice, len(scripts) - 1)]
@@ -104,17 +107,19 @@ def settings(**values: Any) -> Settings:
     return load({"port": 0, "keepalive_seconds": 5, "drain_seconds": 2, **values})
 
 
-def build(fake: FakeEngine, **values: Any) -> Served:
+def build(fake: FakeEngine, tokens: Tokenizer, **values: Any) -> Served:
     chosen, metrics = settings(**values), Metrics(CollectorRegistry())
     supervisor = Supervisor(chosen, MODEL, metrics, spawn=fake.spawn)
-    return Served(chosen, MODEL, 1_700_000_000, tokenizer(), supervisor, metrics)
+    return Served(chosen, MODEL, 1_700_000_000, tokens, supervisor, metrics)
 
 
 @asynccontextmanager
-async def run_server(fake: FakeEngine | None = None, *, ready: bool = True, **values: Any) -> AsyncIterator[Site]:
+async def run_server(
+    fake: FakeEngine | None = None, *, ready: bool = True, tokens: Tokenizer | None = None, **values: Any
+) -> AsyncIterator[Site]:
     """Serves until the block is left; then it drains as after a signal."""
     fake = fake or engine()
-    served = build(fake, **values)
+    served = build(fake, tokens or tokenizer(), **values)
     announced: list[messages.Ready] = []
     server = lifecycle.Server(create_app(served), served.supervisor, served.settings, announced.append)
     sock = lifecycle.bind(served.settings.host, 0)

@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from serving import HELLO, MODEL, USER, engine, run_server, says, tokenizer
 
 from server import messages
@@ -162,6 +164,18 @@ def test_the_drawn_token_is_always_among_the_alternatives() -> None:
     made = lists.answer(scored)
     assert made["top_logprobs"][0] == {tokenizer().spell(other)[0]: -0.1, tokenizer().spell(token)[0]: -5.0}
     assert made["token_logprobs"][1] < -1000, "minus infinity is no JSON number"
+
+
+TORN = [b"\xe2", b"\xe2\x82", b"\xc3", b"\xf0\x9f\x8e", b"\xff"]  # each shows as one replacement character
+
+
+@given(st.lists(st.one_of(st.characters(codec="utf-8").map(str.encode), st.sampled_from(TORN)), max_size=9))
+def test_offsets_are_where_tokens_begin_whatever_their_bytes(characters: list[bytes]) -> None:
+    tokens = {tokenizer().token_bytes(token): token for token in range(tokenizer().vocab_size)}
+    data = [(place, bytes([byte])) for place, character in enumerate(characters) for byte in character]
+    assert len(b"".join(characters).decode(errors="replace")) == len(characters)
+    made = Lists(tokenizer(), 1).answer([Scored(tokens[byte], TokenLogprobs(-1.0, [])) for _, byte in data])
+    assert made["text_offset"] == [place for place, _ in data]
 
 
 def test_a_scored_prompt_knows_nothing_of_its_first_token() -> None:

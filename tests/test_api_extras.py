@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving import HELLO, USER, engine, run_server, tokenizer
+import small_tokenizers as small
+from fake_engine import FakeEngine
+from serving import HELLO, USER, engine, run_server, says, tokenizer
+from tokenizers import AddedToken
 
 import server
+from server.api.policy import UNOFFERED
 from server.api.shapes import ChatCompletion, ChatCompletionChunk, TextCompletion
+from server.tokenizer import Tokenizer
 
-IDS = tokenizer().encode(HELLO, bos=False)
+SAID = tokenizer().encode(HELLO, bos=False)
+IDS = [*SAID, min(tokenizer().eos_ids)]  # the token that ends an answer is one of its tokens
 ASSISTANT = {"role": "assistant", "content": "An apple a day"}
 
 
@@ -21,6 +27,7 @@ async def test_token_ids_are_those_of_prompt_and_answer() -> None:
         text = (await site.complete(return_token_ids=True)).json()["choices"][0]
     assert chat["prompt_token_ids"] == fake.submits[0].sequence.prompt
     assert chat["choices"][0]["token_ids"] == IDS
+    assert len(IDS) == chat["usage"]["completion_tokens"]
     assert (text["prompt_token_ids"], text["token_ids"]) == (fake.submits[1].sequence.prompt, IDS)
 
 
@@ -40,7 +47,7 @@ async def test_log_probabilities_can_name_tokens_by_their_ids() -> None:
         wish = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         text = (await site.complete(**wish, logprobs=1)).json()["choices"][0]
         chat = (await site.chat(**wish, logprobs=True, top_logprobs=1)).json()["choices"][0]
-    names = [f"token_id:{token}" for token in IDS]
+    names = [f"token_id:{token}" for token in SAID]
     assert text["logprobs"]["tokens"] == [entry["token"] for entry in chat["logprobs"]["content"]] == names
     assert bytes(chat["logprobs"]["content"][0]["bytes"]) == tokenizer().token_bytes(IDS[0])
     assert all(name.startswith("token_id:") for name in text["logprobs"]["top_logprobs"][0])
@@ -64,6 +71,66 @@ async def test_nothing_more_is_told_unless_asked_for() -> None:
     assert text.choices[0].prompt_logprobs is text.choices[0].token_ids is None
 
 
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Of a model that thinks before it answers."""
+    tags = (AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>"))
+    folder = small.write(
+        tmp_path_factory.mktemp("thinker"), small.byte_level(*tags), small.THINKING, eos_token="<|im_end|>"
+    )
+    return Tokenizer.load(folder, trust_remote_code=False)
+
+
+async def test_reasoning_is_told_apart_or_on_request_not_at_all(thinker: Tokenizer) -> None:
+    fake = FakeEngine(vocab_size=thinker.vocab_size, say=says("hm hm</think>Yes.", tokens=thinker))
+    async with run_server(fake, tokens=thinker) as site:
+        shown, hidden = [(await site.chat(include_reasoning=wish)).json() for wish in (None, False)]
+        message = shown["choices"][0]["message"]
+        assert message["reasoning_content"] == message["reasoning"] == "hm hm"
+        assert hidden["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
+        assert hidden["usage"]["completion_tokens_details"]["reasoning_tokens"] > 1
+        for wish, thoughts in ((True, "hm hm"), (False, "")):
+            deltas = [e["choices"][0]["delta"] for e in (await site.stream_chat(include_reasoning=wish))[:-1]]
+            assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thoughts
+            assert "".join(delta.get("content") or "" for delta in deltas) == "Yes."
+            assert all(deltas[:-1]), "an empty delta says nothing"
+
+
+async def test_a_stream_that_holds_much_back_shows_signs_of_life(thinker: Tokenizer) -> None:
+    fake = FakeEngine(vocab_size=thinker.vocab_size, say=says("hm " * 40 + "</think>Yes.", tokens=thinker))
+    fake.step_seconds = 0.02
+    async with run_server(fake, tokens=thinker, keepalive_seconds=0.2) as site:
+        body = {"messages": USER, "stream": True, "include_reasoning": False}
+        async with site.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = [line async for line in response.aiter_lines() if line]
+    assert sum(line.startswith(":") for line in lines) >= 3
+    assert lines[-1] == "data: [DONE]"
+
+
+NOTHING = {
+    "allowed_token_ids": None, "bad_words": [], "logprob_token_ids": [], "include_stop_str_in_output": False,
+    "thinking_token_budget": None, "mirostat": 0, "typical_p": 1.0, "top_n_sigma": -1, "xtc_probability": 0.0,
+    "dry_multiplier": 0, "dynatemp_range": 0.0,
+}  # fmt: skip
+SOMETHING = {
+    "allowed_token_ids": [5], "bad_words": ["x"], "logprob_token_ids": [5], "include_stop_str_in_output": True,
+    "thinking_token_budget": 9, "mirostat": 2, "typical_p": 0.5, "top_n_sigma": 1.5, "xtc_probability": 0.1,
+    "dry_multiplier": 0.8, "dynatemp_range": 0.5,
+}  # fmt: skip
+
+
+async def test_what_others_offer_is_refused_by_name_unless_it_asks_for_nothing() -> None:
+    assert set(SOMETHING) == set(NOTHING) == set(UNOFFERED)
+    async with run_server() as site:
+        for ask in (site.chat, site.complete):
+            assert (await ask(**NOTHING)).status_code == 200
+            for name, value in SOMETHING.items():
+                answer = await ask(**{name: value})
+                assert answer.status_code == 400
+                error = answer.json()["error"]
+                assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
 async def test_usage_in_each_chunk_rises_to_the_whole() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     async with run_server(engine(step_seconds=0.002)) as site:
@@ -83,7 +150,7 @@ async def test_timings_come_in_every_chunk_but_the_first_and_in_the_plain_answer
         plain = [(await ask(timings_per_token=True)).json() for ask in (site.chat, site.complete)]
         untold = [(await ask()).json() for ask in (site.chat, site.complete)]
     assert "timings" not in first
-    assert [chunk["timings"]["predicted_n"] for chunk in chunks][-1] == last["timings"]["predicted_n"] == len(IDS) + 1
+    assert [chunk["timings"]["predicted_n"] for chunk in chunks][-1] == last["timings"]["predicted_n"] == len(IDS)
     assert all(ChatCompletionChunk.model_validate(chunk).timings for chunk in [*chunks, last])
     assert all(TextCompletion.model_validate(chunk).timings for chunk in texts)
     assert ChatCompletion.model_validate(plain[0]).timings

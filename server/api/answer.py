@@ -30,7 +30,7 @@ class Choice:
 
     Attributes:
         scored: tokens with log probabilities that no chunk has shown yet.
-        ids: tokens that no chunk has told yet, where ids are asked for; without the one that ended the answer.
+        ids: tokens that no chunk has told yet, where ids are asked for; with the one that ended the answer.
         begun: something of it was told.
     """
 
@@ -59,8 +59,7 @@ class Choice:
         if delta.logprobs:
             self._score(delta, self.text.tokens - before)
         if self.keeps_ids:
-            stops = self.sequence.stop_ids if delta.finish == "stop" else ()
-            self.ids += [token for token in delta.tokens[: self.text.tokens - before] if token not in stops]
+            self.ids += delta.tokens[: self.text.tokens - before]
         if delta.finish is not None or self.text.stopped:
             pieces = joined(pieces, self.text.finish())
             ended = "stop" if self.text.stopped else delta.finish

@@ -120,7 +120,14 @@ def _form(request: ChatRequest, wish: tools.Wish, served: Served) -> ChatForm:
         "system_fingerprint": served.build,
     }
     top = (request.top_logprobs or 0) if request.logprobs else None
-    return ChatForm(head, served.tokenizer, Extras.of(request, top), only_calls=wish.forced, echo=_echo(request))
+    return ChatForm(
+        head,
+        served.tokenizer,
+        Extras.of(request, top),
+        only_calls=wish.forced,
+        thoughts=request.include_reasoning is not False,
+        echo=_echo(request),
+    )
 
 
 def _echo(request: ChatRequest) -> str:

@@ -21,16 +21,18 @@ ROLE = b'{"role":"assistant","content":null}'
 
 class ChatForm:
     """Form of one request's answer. `only_calls`: a call is forced, so text can only be the stump of a cut tag.
-    `head`: what is the same in every chunk. `echo`: what each choice begins with."""
+    `thoughts`: whether reasoning is shown. `head`: what is the same in every chunk. `echo`: what each choice begins
+    with."""
 
     def __init__(
-        self, head: dict[str, Any], tokenizer: Tokenizer, extras: Extras, *, only_calls: bool, echo: str
+        self, head: dict[str, Any], tokenizer: Tokenizer, extras: Extras, *, only_calls: bool, thoughts: bool, echo: str
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
         self._extras = extras
         self._spell = extras.spelling(tokenizer)
         self._only_calls = only_calls
+        self._hidden = (Content,) * only_calls + (Reasoning,) * (not thoughts)
         self._echo = echo
         self._before_index = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
         self._tells_more = extras.token_ids or extras.each_usage or extras.timings
@@ -38,8 +40,8 @@ class ChatForm:
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         """The role comes with the first news; the reason for the end with the last piece."""
-        if self._only_calls:
-            pieces = [piece for piece in pieces if not isinstance(piece, Content)]
+        if self._hidden:
+            pieces = [piece for piece in pieces if not isinstance(piece, self._hidden)]
         if not (pieces or choice.finish or (choice.text.tokens and not choice.begun)):
             return b""
         data = b""
@@ -98,7 +100,7 @@ class ChatForm:
         return self._head | {"object": "chat.completion", "choices": made, "usage": usage} | prompt
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        top, message = self._extras.top_logprobs, message_of(choice)
+        top, message = self._extras.top_logprobs, message_of(choice, thoughts=Reasoning not in self._hidden)
         if self._only_calls:
             message["content"] = None
         elif self._echo:
@@ -133,12 +135,12 @@ def delta_of(piece: Piece) -> bytes:
             return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (index, encode(text))
 
 
-def message_of(choice: Choice) -> dict[str, Any]:
+def message_of(choice: Choice, *, thoughts: bool) -> dict[str, Any]:
     """The plain answer's message. Beside calls, no content is null, as clients are used to."""
     answer = choice.answer
     content = answer.content if answer.content or not answer.calls else None
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if answer.reasoning:
+    if answer.reasoning and thoughts:
         message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
     if answer.calls:
         message["tool_calls"] = [

@@ -58,17 +58,30 @@ class Lists:
         }
 
     def _alternatives(self, score: Scored) -> dict[str, float]:
-        """By text; of several tokens with the same text the likeliest. The drawn one is always among them."""
-        found: dict[str, float] = {}
-        for token, logprob in [*score.logprobs.top[: self._count], (score.token, score.logprobs.logprob)]:
-            found.setdefault(self._spell(token)[0], max(logprob, LOWEST))
-        return found
+        """By text, the drawn token first; of several tokens with the same text the likeliest."""
+        drawn = self._spell(score.token)[0]
+        found = {drawn: score.logprobs.logprob}
+        for token, logprob in score.logprobs.top[: self._count]:
+            text = self._spell(token)[0]
+            found[text] = max(logprob, found.get(text, LOWEST))
+        return {text: max(logprob, LOWEST) for text, logprob in found.items()}
 
     def _advance(self, token: int) -> int:
-        """Where the token's text begins, in characters."""
-        begin = self._offset
-        self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
+        """Where the token's text begins, in characters. What is left of a character that it doesn't go on with is a
+        character of its own, before it."""
+        data, pending = self._tokenizer.token_bytes(token), self._utf8.getstate()[0]
+        begin = self._offset + bool(pending and data and not _is_utf8(pending + data[:1]))
+        self._offset += len(self._utf8.decode(data))
         return begin
+
+
+def _is_utf8(data: bytes) -> bool:
+    """Whether the bytes are the beginning of some text."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def by_id(tokenizer: Tokenizer) -> Spelling:

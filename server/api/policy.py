@@ -7,6 +7,7 @@ ignored. Runs in the server's worker thread; pure functions. A field's type and 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from server.api.forms import check_size
 from server.errors import InvalidValue, UnsupportedParameter
@@ -19,6 +20,20 @@ REFUSED = {
     "moderation": "Moderation isn't offered",
     "functions": "`functions` isn't offered; use `tools`",
     "function_call": "`function_call` isn't offered; use `tool_choice`",
+}
+# What other servers offer, and the values that ask for nothing; null always does.
+UNOFFERED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logprob_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "thinking_token_budget": (),
+    "mirostat": (0,),
+    "typical_p": (1,),
+    "top_n_sigma": (-1, 0),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
 }
 
 
@@ -58,6 +73,9 @@ def _check_common(request: Generation, settings: Settings) -> None:
     _at_most(settings.max_choices, request.n or 1, "n", "answers")
     if request.use_beam_search:
         raise UnsupportedParameter("Beam search isn't offered", param="use_beam_search")
+    for name, neutral in UNOFFERED.items():
+        if (value := getattr(request, name)) is not None and value not in neutral:
+            raise UnsupportedParameter(f"`{name}` isn't offered", param=name)
     if request.stream_options is not None and not request.stream:
         raise InvalidValue("stream_options needs `stream: true`", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:
