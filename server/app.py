@@ -21,7 +21,7 @@ from starlette.responses import Response
 import server
 from server.api import chat, completions, generic_tools, health, models, openapi, tokenize
 from server.api.access import Access, Heads, refusal
-from server.api.security import Keys, Names, read_keys
+from server.api.security import Keys, Names, any_port, read_keys
 from server.api.served import Served
 from server.awake import while_busy
 from server.errors import InvalidValue, MethodNotAllowed, RequestError, UnknownUrl
@@ -94,6 +94,7 @@ def _add_middleware(app: FastAPI, served: Served) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
+            allow_origin_regex=any_port(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_credentials="*" not in settings.cors_origins,  # cookies of a proxy before us: only for named pages
             allow_headers=["*"],  # answered with the names that were asked for: `*` alone wouldn't cover Authorization

@@ -50,7 +50,7 @@ class Serving(BaseModel):
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     api_key: Names = Field([], description="accepted API keys, comma-separated; none: no key is asked for")
     api_key_file: Path | None = Field(None, description="file with one accepted API key a line")
-    cors_origins: Names = Field([], description="browser origins that are let in, comma-separated, or *")
+    cors_origins: Names = Field([], description="browser origins let in, comma-separated; * for all, :* for any port")
     allowed_hosts: Names = Field([], description="names accepted in Host besides loopback, comma-separated")
     trust_remote_code: bool = Field(False, description="let a model folder bring its own Python code")
     cache_dir: Path | None = Field(None, description="where the starter model is kept; default: the user's cache")

@@ -131,7 +131,9 @@ async def preflighted(site: Site, origin: str) -> Any:
     return await site.client.options("/v1/chat/completions", headers={"Origin": origin, **asked})
 
 
-@pytest.mark.parametrize("origins", ["*", "http://localhost:3000,https://app.example"])
+@pytest.mark.parametrize(
+    "origins", ["*", "http://localhost:3000,https://app.example", "https://app.example,http://localhost:*"]
+)
 async def test_a_named_origin_is_let_in(origins: str) -> None:
     async with run_server(cors_origins=origins, api_key="secret-1") as site:
         answer = await preflighted(site, "http://localhost:3000")
@@ -144,6 +146,17 @@ async def test_a_named_origin_is_let_in(origins: str) -> None:
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"], "a browser may read why"
         assert await status(site, Origin="http://evil.example", **KEY) == (200 if origins == "*" else 403)
+
+
+async def test_an_origin_may_leave_its_port_open_and_nothing_else() -> None:
+    async with run_server(cors_origins="http://localhost:*,https://a.example") as site:
+        for origin in ("http://localhost", "http://localhost:1", "http://localhost:65535"):
+            assert (await preflighted(site, origin)).headers["access-control-allow-origin"] == origin
+        for origin in (
+            "https://localhost:1", "http://localhost:1.evil.example", "http://localhost.evil.example",
+            "http://localhost:", "https://a.example:8", "https://axexample", "http://evil.example#http://localhost:1",
+        ):  # fmt: skip
+            assert (await preflighted(site, origin)).status_code == 403, origin
 
 
 def test_host_names_are_read_without_their_port() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers
@@ -29,6 +30,7 @@ class Names:
         self._app = app
         self._hosts = {host.lower() for host in [*settings.allowed_hosts, settings.host]}
         self._origins = {origin.rstrip("/").lower() for origin in settings.cors_origins}
+        self._any_port = re.compile(any_port(self._origins))
         # A rebound name is a name: where the server listens on every address, addresses themselves are fine.
         self._addresses = settings.host in WILDCARDS
 
@@ -52,7 +54,8 @@ class Names:
         return local or name in self._hosts or "*" in self._hosts
 
     def _knows_origin(self, origin: str, host: str) -> bool:
-        return "*" in self._origins or origin in self._origins or origin.partition("://")[2] == host != ""
+        named = "*" in self._origins or origin in self._origins or self._any_port.fullmatch(origin) is not None
+        return named or origin.partition("://")[2] == host != ""
 
 
 class Keys:
@@ -97,6 +100,12 @@ def read_keys(settings: Settings) -> list[str]:
             raise StartupError(f"--api-key-file {settings.api_key_file} holds no key")
         keys += found
     return keys
+
+
+def any_port(origins: Iterable[str]) -> str:
+    """A pattern for the origins that leave the port open, `http://localhost:*`; matches none if there are none."""
+    open_ones = [re.escape(origin.removesuffix(":*")) for origin in origins if origin.endswith(":*")]
+    return rf"({'|'.join(open_ones)})(:[0-9]{{1,5}})?" if open_ones else r"(?!)"
 
 
 def hostname(host: str) -> str:
