@@ -251,7 +251,7 @@ ToolChoice = Annotated[
 class JsonSchema(Wire):
     """A named JSON schema."""
 
-    name: str = Field("answer", description="name of the format", examples=["city"])
+    name: str | None = Field(None, description="name of the format", examples=["city"])
     description: str | None = Field(None, description="what it is for")
     schema_: dict[str, Any] | bool = Field(
         alias="schema", description="the JSON schema; the answer follows it", examples=[{"type": "object"}]
@@ -468,6 +468,17 @@ class TokenizeRequest(Wire):
     add_generation_prompt: bool | None = Field(None, description="as in a chat")
     add_special_tokens: bool | None = Field(None, description="with the model's begin token; absent: with `prompt`")
     return_token_strs: bool | None = Field(None, description="say the text of each token")
+
+
+class TemplateRequest(Wire):
+    """Body of POST /apply-template."""
+
+    model: str | None = Field(None, description="the served model", examples=["default"])
+    messages: list[Message] = Field(min_length=1, description="conversation to render")
+    tools: list[Tool] | None = Field(None, description="tools, for the template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
+    continue_final_message: bool | None = Field(None, description="as in a chat")
+    add_generation_prompt: bool | None = Field(None, description="as in a chat")
 
 
 class DetokenizeRequest(Wire):

@@ -14,9 +14,15 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from server.api.shapes import ErrorBody
-from server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
 
-REQUESTS: list[type[BaseModel]] = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
+REQUESTS: list[type[BaseModel]] = [
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    TemplateRequest,
+]
 REASONS = {
     400: "a value can't be taken, or what it asks for isn't offered",
     401: "an API key is needed",

@@ -18,7 +18,7 @@ from server.api.sequences import Bounds
 from server.api.served import Served
 from server.api.shapes import Rendered, Text, Tokens
 from server.errors import InvalidValue
-from server.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
+from server.schema import ChatRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
 from server.tokenizer import Tokenizer
 
 CHAT_FIELDS = ("messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
@@ -42,7 +42,7 @@ def routes(served: Served) -> APIRouter:
         "/apply-template",
         response_model=Rendered,
         responses=errors(400, 404, 413),
-        openapi_extra=documented(TokenizeRequest),
+        openapi_extra=documented(TemplateRequest),
     )
     async def apply_template(http: Request) -> Any:
         """A conversation as the text that the model reads."""
@@ -81,11 +81,7 @@ def encode(served: Served, content: bytes) -> dict[str, Any]:
 def _ids(request: TokenizeRequest, served: Served) -> list[int]:
     tokenizer = served.tokenizer
     if request.messages is not None:
-        asked = {name: getattr(request, name) for name in CHAT_FIELDS}
-        chat = ChatRequest.model_validate(asked)
-        policy.check_chat(chat, served.settings)
-        opening = tokenizer.encode("", bos=bool(request.add_special_tokens))
-        return [*opening, *render(tokenizer, chat, tools.read(chat)).ids]
+        return [*tokenizer.encode("", bos=bool(request.add_special_tokens)), *_rendered(request, served)]
     if request.content is not None:
         return tokenizer.encode(request.content, special=True, bos=bool(request.add_special))
     if request.prompt is not None:
@@ -93,12 +89,16 @@ def _ids(request: TokenizeRequest, served: Served) -> list[int]:
     raise InvalidValue("One of content, prompt and messages is needed", param="prompt")
 
 
+def _rendered(request: TokenizeRequest | TemplateRequest, served: Served) -> list[int]:
+    chat = ChatRequest.model_validate({name: getattr(request, name) for name in CHAT_FIELDS})
+    policy.check_chat(chat, served.settings)
+    return render(served.tokenizer, chat, tools.read(chat)).ids
+
+
 def apply(served: Served, content: bytes) -> dict[str, Any]:
-    request = body.validate(TokenizeRequest, content)
+    request = body.validate(TemplateRequest, content)
     served.check_model(request.model)
-    if request.messages is None:
-        raise InvalidValue("messages: Field required", param="messages")
-    return {"prompt": served.tokenizer.decode(_ids(request, served), special=True)}
+    return {"prompt": served.tokenizer.decode(_rendered(request, served), special=True)}
 
 
 def _piece(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
