@@ -31,6 +31,10 @@ from server.errors import InvalidValue
 MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
+INTEGERS = frozenset({
+    "best_of", "logprobs", "max_completion_tokens", "max_tokens", "min_tokens", "n", "n_predict", "prompt_logprobs",
+    "seed", "top_k", "top_logprobs", "truncate_prompt_tokens",
+})  # fmt: skip
 IGNORED = "accepted and ignored: it can't change the answer"
 UNOFFERED = "refused unless it asks for nothing: it would change the answer"
 
@@ -90,6 +94,10 @@ def _not_zero(value: int) -> int:
     if value == 0:
         raise PydanticCustomError("wrong_value", "Input should be -1 or at least 1")
     return value
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -303,6 +311,14 @@ class Generation(Wire):
     """What chat and text completions have in common."""
 
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, data: Any) -> Any:
+        """In JSON a number without a fraction is an integer, however it is spelled."""
+        if not isinstance(data, dict):
+            return data
+        return {name: _whole(value) if name in INTEGERS else value for name, value in data.items()}
 
     model: str | None = Field(
         None, description="id of the served model, one of its aliases, or `default`", examples=["default"]
