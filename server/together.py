@@ -36,9 +36,8 @@ def read_together(model: Any, rows: list[Caches], tokens: list[list[int]]) -> Ca
         for layer in caches:
             layer.prepare(lengths=lengths, right_padding=padding)
     model(mx.array([ids + [0] * spare for ids, spare in zip(tokens, padding, strict=True)]), cache=caches)
-    if any(padding):
-        for layer in caches:
-            layer.finalize()
+    for layer in caches:
+        layer.finalize()  # without padding, too: recurrent layers would go on masking what isn't there at every step
     if spare:
         for layer in caches:
             layer.filter(mx.arange(count))

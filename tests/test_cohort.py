@@ -6,11 +6,11 @@ import random
 import mlx.core as mx
 import pytest
 from driving import CLOSE, Rig, model, prompt, row
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from server import model as loading
 from server import plans, together
-from server.cache_guard import cache_arrays, pinned_bytes
+from server.cache_guard import cache_arrays, parts, pinned_bytes
 from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, Cohorts
 from server.prefill import ChunkFailed, Prefill
 from server.together import Shared
@@ -156,6 +156,18 @@ def test_what_stays_of_a_pass_pins_no_more_than_its_own(family):
     )
     arrays = cache_arrays(together.kept(caches, [0, 1], compacting=True))
     assert pinned_bytes(arrays) <= 1.1 * sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.parametrize("lengths", [(20, 20, 20), (20, 30, 5)], ids=["alike", "uneven"])
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "kimi_linear"])
+def test_recurrent_layers_go_on_from_a_pass_without_a_mask(family, lengths):
+    """What was padding is read by then; a mask would be built, and applied to each state, at every step."""
+    inner = model(family)
+    fresh = [make_prompt_cache(inner) for _ in lengths]
+    caches = together.read_together(inner, fresh, [prompt(length, i) for i, length in enumerate(lengths)])
+    recurrent = [part for part in parts(caches) if type(part) is ArraysCache]
+    assert recurrent
+    assert all(part.left_padding is part.lengths is None for part in recurrent)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
