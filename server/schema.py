@@ -315,7 +315,8 @@ class Generation(Wire):
     @model_validator(mode="before")
     @classmethod
     def _whole_numbers(cls, data: Any) -> Any:
-        """In JSON a number without a fraction is an integer, however it is spelled."""
+        """In JSON a number without a fraction is an integer, however it is spelled; in lists of token ids, of which
+        there may be many thousands, it must be spelled as one."""
         if not isinstance(data, dict):
             return data
         return {name: _whole(value) if name in INTEGERS else value for name, value in data.items()}

@@ -122,6 +122,11 @@ class Settings(Serving, Limits, EngineSettings, Logs, BaseSettings):
     def _split(cls, value: object) -> object:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
+    @field_validator("cors_origins")
+    @classmethod
+    def _as_browsers_send_them(cls, origins: list[str]) -> list[str]:
+        return [origin.rstrip("/").lower() for origin in origins]
+
     @model_validator(mode="after")
     def _public_needs_a_key(self) -> Settings:
         if not is_loopback(self.host) and not (self.api_key or self.api_key_file):

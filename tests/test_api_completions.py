@@ -167,15 +167,39 @@ def test_the_drawn_token_is_always_among_the_alternatives() -> None:
 
 
 TORN = [b"\xe2", b"\xe2\x82", b"\xc3", b"\xf0\x9f\x8e", b"\xff"]  # each shows as one replacement character
+BYTES = {tokenizer().token_bytes(token): token for token in reversed(range(tokenizer().vocab_size))}
 
 
 @given(st.lists(st.one_of(st.characters(codec="utf-8").map(str.encode), st.sampled_from(TORN)), max_size=9))
 def test_offsets_are_where_tokens_begin_whatever_their_bytes(characters: list[bytes]) -> None:
-    tokens = {tokenizer().token_bytes(token): token for token in range(tokenizer().vocab_size)}
     data = [(place, bytes([byte])) for place, character in enumerate(characters) for byte in character]
     assert len(b"".join(characters).decode(errors="replace")) == len(characters)
-    made = Lists(tokenizer(), 1).answer([Scored(tokens[byte], TokenLogprobs(-1.0, [])) for _, byte in data])
+    made = Lists(tokenizer(), 1).answer([Scored(BYTES[byte], TokenLogprobs(-1.0, [])) for _, byte in data])
     assert made["text_offset"] == [place for place, _ in data]
+
+
+def scored(*tokens: int) -> list[Scored]:
+    return [Scored(token, TokenLogprobs(-1.0, [])) for token in tokens]
+
+
+def test_half_a_surrogate_shows_as_two_characters() -> None:
+    made = Lists(tokenizer(), 1).answer(scored(*(BYTES[bytes([byte])] for byte in b"\xed\xa0z\xed\xa0\x80z")))
+    text = b"\xed\xa0z\xed\xa0\x80z".decode(errors="replace")
+    assert [text[made["text_offset"][i]] for i in (2, 6)] == ["z", "z"]
+
+
+def test_an_answer_does_not_go_on_with_the_prompts_half_character() -> None:
+    lists = Lists(tokenizer(), 1)
+    lists.prompt([BYTES[b"a"], BYTES[b"\xc3"]], [TokenLogprobs(-1.0, [])])
+    assert lists.answer(scored(BYTES[b"\xa9"], BYTES[b"z"]))["text_offset"] == [2, 3]
+
+
+def test_special_tokens_take_room_in_the_prompt_and_none_in_the_answer() -> None:
+    lists, end = Lists(tokenizer(), 1), min(tokenizer().eos_ids)
+    spelled = len(tokenizer().spell(end)[0])
+    asked = lists.prompt([BYTES[b"a"], end, BYTES[b"b"]], [TokenLogprobs(-1.0, [])] * 2)
+    assert asked["text_offset"] == [0, 1, 1 + spelled]
+    assert lists.answer(scored(end, BYTES[b"c"], end))["text_offset"] == [2 + spelled, 2 + spelled, 3 + spelled]
 
 
 def test_a_scored_prompt_knows_nothing_of_its_first_token() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -94,6 +96,19 @@ async def test_reasoning_is_told_apart_or_on_request_not_at_all(thinker: Tokeniz
             assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thoughts
             assert "".join(delta.get("content") or "" for delta in deltas) == "Yes."
             assert all(deltas[:-1]), "an empty delta says nothing"
+
+
+async def test_signs_of_life_are_never_further_apart_than_was_asked() -> None:
+    """Also where news that shows nothing comes just before one is due."""
+    fake = engine(say=says("ha " * 200, stop=False), step_seconds=0.45)
+    async with run_server(fake, keepalive_seconds=0.5) as site:
+        body = {"prompt": "a", "max_tokens": 6, "stop": ["ha " * 300], "stream": True}
+        times: list[float] = []
+        async with site.client.stream("POST", "/v1/completions", json=body) as response:
+            async for _ in response.aiter_bytes():
+                times.append(monotonic())
+    assert len(times) > 3
+    assert max(b - a for a, b in pairwise(times)) < 0.75
 
 
 async def test_a_stream_that_holds_much_back_shows_signs_of_life(thinker: Tokenizer) -> None:

@@ -149,9 +149,13 @@ async def test_a_named_origin_is_let_in(origins: str) -> None:
 
 
 async def test_an_origin_may_leave_its_port_open_and_nothing_else() -> None:
-    async with run_server(cors_origins="http://localhost:*,https://a.example") as site:
-        for origin in ("http://localhost", "http://localhost:1", "http://localhost:65535"):
+    async with run_server(cors_origins="HTTP://Localhost:*/,https://a.example/,http://[::1]:*") as site:
+        for origin in (
+            "http://localhost", "http://localhost:1", "http://localhost:65535", "https://a.example", "http://[::1]:3000"
+        ):  # fmt: skip
             assert (await preflighted(site, origin)).headers["access-control-allow-origin"] == origin
+            answer = await site.client.get("/v1/models", headers={"Origin": origin})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
         for origin in (
             "https://localhost:1", "http://localhost:1.evil.example", "http://localhost.evil.example",
             "http://localhost:", "https://a.example:8", "https://axexample", "http://evil.example#http://localhost:1",

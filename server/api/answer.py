@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from server import messages
@@ -99,14 +100,26 @@ class Reply:
             Choice(i, generation, text, keeps_ids=keeps_ids)
             for i, (generation, text) in enumerate(zip(live.generations, texts, strict=True))
         ]
-        self._keepalive = keepalive
+        self._keepalive, self._shown = keepalive, monotonic()
+
+    @property
+    def _patience(self) -> float:
+        """Seconds until the line needs a sign of life."""
+        return max(0.0, self._shown + self._keepalive - monotonic())
+
+    def showed(self, anything: bool) -> bool:
+        """Whether the line needs a sign of life, after news of which the client was shown something or nothing."""
+        if not anything and self._patience:
+            return False
+        self._shown = monotonic()
+        return not anything
 
     async def news(self) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:
         """Choices with their new pieces; [] when nothing has come for so long that the line needs a sign of life."""
         while any(choice.finish is None for choice in self.choices):
             yield [
                 (self.choices[index], self._take(index, delta))
-                for index, delta in await self.live.read(self._keepalive)
+                for index, delta in await self.live.read(self._patience or self._keepalive)
             ]
         if any(choice.finish == "tool_calls" for choice in self.choices):
             self.live.outcome = "tool_calls"

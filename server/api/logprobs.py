@@ -44,17 +44,25 @@ class Lists:
         self._offset = 0
 
     def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The prompt's tokens; nothing comes before the first, so nothing is known of it."""
+        """The prompt's tokens; nothing comes before the first, so nothing is known of it. Its text is whole by itself:
+        the answer doesn't go on with half a character."""
         rest = [Scored(token, score) for token, score in zip(ids[1:], logprobs, strict=True)]
         first = {"tokens": [self._spell(ids[0])[0]], "token_logprobs": [None], "top_logprobs": [None]}
-        return merged(first | {"text_offset": [self._advance(ids[0])]}, self.answer(rest))
+        made = merged(first | {"text_offset": [self._advance(ids[0])]}, self._lists(rest, self._advance))
+        self._offset += len(self._utf8.decode(b"", final=True))
+        return made
 
     def answer(self, scored: Sequence[Scored]) -> dict[str, Any]:
+        """An answer's text leaves special tokens out, so they take no room."""
+        special = self._tokenizer.is_special
+        return self._lists(scored, lambda token: self._offset if special(token) else self._advance(token))
+
+    def _lists(self, scored: Sequence[Scored], offset: Callable[[int], int]) -> dict[str, Any]:
         return {
             "tokens": [self._spell(score.token)[0] for score in scored],
             "token_logprobs": [max(score.logprobs.logprob, LOWEST) for score in scored],
             "top_logprobs": [self._alternatives(score) for score in scored],
-            "text_offset": [self._advance(score.token) for score in scored],
+            "text_offset": [offset(score.token) for score in scored],
         }
 
     def _alternatives(self, score: Scored) -> dict[str, float]:
@@ -67,10 +75,11 @@ class Lists:
         return {text: max(logprob, LOWEST) for text, logprob in found.items()}
 
     def _advance(self, token: int) -> int:
-        """Where the token's text begins, in characters. What is left of a character that it doesn't go on with is a
-        character of its own, before it."""
-        data, pending = self._tokenizer.token_bytes(token), self._utf8.getstate()[0]
-        begin = self._offset + bool(pending and data and not _is_utf8(pending + data[:1]))
+        """Where the token's text begins, in characters. What is there of a character that it doesn't go on with is
+        text of its own, before it."""
+        data, pending, begin = self._tokenizer.token_bytes(token), self._utf8.getstate()[0], self._offset
+        if pending and data and not _is_utf8(pending + data[:1]):
+            begin += len(pending.decode("utf-8", "replace"))
         self._offset += len(self._utf8.decode(data))
         return begin
 

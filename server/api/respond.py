@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -68,7 +67,7 @@ async def respond(served: Served, http: Request, endpoint: str, prepared: Prepar
     keeps_ids = bool(prepared.request.return_token_ids)
     reply = Reply(live, prepared.texts, served.settings.keepalive_seconds, keeps_ids=keeps_ids)
     if prepared.request.stream:
-        frames = stream(reply, prepared, record, served.settings.keepalive_seconds)
+        frames = stream(reply, prepared, record)
         return EventStream(frames, live, served.settings.send_timeout_seconds)
     if await unless_left(http, collect(reply, record, prepared)):
         answer = prepared.form.whole(reply.choices, reply.usage(prepared.request.n or 1))
@@ -85,17 +84,18 @@ async def collect(reply: Reply, record: Record, prepared: Prepared) -> None:
             record.facts |= outcome(reply, prepared)
 
 
-async def stream(reply: Reply, prepared: Prepared, record: Record, keepalive: float) -> AsyncGenerator[bytes, None]:
-    """Events as they form, and a comment when there is no news, or none to be shown, for `keepalive` seconds. A failure
-    is one more event, after which the stream ends without [DONE]."""
-    form, shown = prepared.form, monotonic()
+async def stream(reply: Reply, prepared: Prepared, record: Record) -> AsyncGenerator[bytes, None]:
+    """Events as they form, and a comment where nothing was shown for too long. A failure is one more event, after which
+    the stream ends without [DONE]."""
+    form = prepared.form
     async with reply.live:
         try:
             async for news in reply.news():
                 data = b"".join([form.chunks(choice, pieces) for choice, pieces in news])
-                if data or not news or monotonic() - shown >= keepalive:
-                    shown = monotonic()
-                    yield data or KEEPALIVE
+                if reply.showed(bool(data)):
+                    yield KEEPALIVE
+                elif data:
+                    yield data
             yield form.last(reply.choices, reply.usage(prepared.request.n or 1)) + DONE
         except RequestError as error:
             reply.live.outcome = "error"

@@ -29,8 +29,8 @@ class Names:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._hosts = {host.lower() for host in [*settings.allowed_hosts, settings.host]}
-        self._origins = {origin.rstrip("/").lower() for origin in settings.cors_origins}
-        self._any_port = re.compile(any_port(self._origins))
+        self._origins = frozenset(settings.cors_origins)
+        self._any_port = re.compile(any_port(settings.cors_origins))
         # A rebound name is a name: where the server listens on every address, addresses themselves are fine.
         self._addresses = settings.host in WILDCARDS
 
