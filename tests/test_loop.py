@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from driving import Rig, model, prompt, row
 
-from server import loop
+from server import batching, loop
 from server.batching import Batch
 from server.constrain import Grammars
 from server.faults import Faults, parse
@@ -547,15 +547,15 @@ def test_a_join_that_fails_costs_nobody_anything(monkeypatch, alone, times):
 
 
 def test_a_leave_that_fails_costs_nobody_anything(monkeypatch, alone):
-    keep, left = Batch._shrink, [1]
+    keep, left = batching.kept, [1]
 
-    def failing(self, places):
+    def failing(caches, places, **how):
         if left[0]:
             left[0] -= 1
             raise ValueError("boom")
-        keep(self, places)
+        return keep(caches, places, **how)
 
-    monkeypatch.setattr(Batch, "_shrink", failing)
+    monkeypatch.setattr(batching, "kept", failing)
     engine = Engine()
     rows = [row(0, prompt(5), max_tokens=3), *some_rows(40, 9, first=1)]
     for one in rows:

@@ -985,7 +985,7 @@ async def test_32_rows_at_300_steps_a_second_take_well_below_a_fifth_of_a_core(f
     fake.step_seconds = 60
     async with supervise(fake, Recorded()) as supervisor:
         lives = [supervisor.open([endless(i)], endpoint="chat") for i in range(32)]
-        await until(lambda: len(fake.rows) == 32 and all(row.produced for row in fake.rows.values()))
+        await until(lambda: len(fake.rows) == 32 and all(live.generations[0].generated for live in lives))
         link, seqs = supervisor._engines.link, sorted(fake.rows)
         assert isinstance(link, Link)
         frames = [messages.pack(messages.Steps(1, seqs, [n] * 32)) for n in range(300)]
