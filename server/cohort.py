@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from server.batching import Row
 from server.messages import ReadsTogether
-from server.plans import at_once, most_read, rows_read
+from server.plans import most_read, rows_read
 
 MOST_ROWS = 32  # of a pass
 LONGEST = 1024  # positions of a row that reads together: for longer ones the host's time is no matter
@@ -69,7 +69,6 @@ class Cohorts:
                 mates.append(other)
                 tokens += other.left
         chosen = self._padded(mates, limit) if self.way == "padded" else self._even(mates, limit)
-        chosen = chosen[: at_once(len(chosen))]
         return chosen if len(chosen) > 1 else []
 
     @staticmethod
@@ -96,7 +95,6 @@ class Cohorts:
         for size in {min(mate.next_stop(), limit // 2) for mate in alike}:
             able = [mate for mate in alike if mate.next_stop() >= size]
             rows = min(limit // size, POSITIONS // max(mate.done + size for mate in able))
-            count = at_once(min(len(able), most_read(rows)))
-            best = max(best, (size, able[:count]), key=lambda found: found[0] * len(found[1]))
+            best = max(best, (size, able[: most_read(rows)]), key=lambda found: found[0] * len(found[1]))
         size, able = best
         return [(mate, size) for mate in able]

@@ -34,16 +34,6 @@ def most_read(rows: int) -> int:
     return 1 << (rows.bit_length() - 1) if is_planned() else rows
 
 
-def at_once(count: int) -> int:
-    """How many of `count` ≥ 1 who could share a pass do.
-
-    Where the tokens take the time, in one pass everybody would wait for everybody: a power of two first, and then the
-    rest, has the mean of 32 first tokens come after two thirds of that time (two CPU cores). Where shapes are planned
-    a pass takes about as long however many rows it has.
-    """
-    return count if is_planned() else 1 << (count.bit_length() - 1)
-
-
 # ---------------------------------------------------------------- convolutions
 def avoid() -> None:
     """Where shapes are planned, let no `nn.Conv1d` be that needn't. Call it before the model loads."""

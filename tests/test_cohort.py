@@ -139,13 +139,12 @@ def test_rows_of_a_pass_join_a_batch_without_being_taken_apart(llama, monkeypatc
 
 
 @pytest.mark.parametrize("way", ["padded", "even"])
-def test_like_prompts_are_one_pass_of_few_shapes_where_each_is_planned_and_else_halves_of_a_pass(llama, way, planned):
+def test_any_number_of_like_prompts_is_one_pass_of_few_shapes_where_each_is_planned(llama, way, planned):
     for count in range(1, MOST_ROWS + 1):
         passes = Passes(llama)
         read(lane(passes, way), rows_of(*[5] * count))
-        powers = [1 << bit for bit in reversed(range(6)) if count >> bit & 1]
-        rows = [1 << (count - 1).bit_length()] if planned else powers
-        assert passes.shapes == [(size, 4) for size in rows]
+        rows = 1 << (count - 1).bit_length() if planned else count
+        assert passes.shapes == [(rows, 4)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
