@@ -26,8 +26,8 @@ def merged(rows: list[Caches]) -> Caches:
 def read_together(model: Any, rows: list[Caches], tokens: list[list[int]]) -> Caches:
     """The rows' caches, merged, after a pass that read `tokens` [B][L_i ≥ 1] into them; the ones given are used up."""
     count = len(rows)
-    spare = rows_read(count) - count
-    rows, tokens = rows + rows[-1:] * spare, tokens + tokens[-1:] * spare
+    copies = rows_read(count) - count
+    rows, tokens = rows + rows[-1:] * copies, tokens + tokens[-1:] * copies
     lengths = [len(ids) for ids in tokens]
     width = max(lengths)
     padding = [width - length for length in lengths]
@@ -38,9 +38,8 @@ def read_together(model: Any, rows: list[Caches], tokens: list[list[int]]) -> Ca
     model(mx.array([ids + [0] * spare for ids, spare in zip(tokens, padding, strict=True)]), cache=caches)
     for layer in caches:
         layer.finalize()  # without padding, too: recurrent layers would go on masking what isn't there at every step
-    if spare:
-        for layer in caches:
-            layer.filter(mx.arange(count))
+    if copies:
+        caches = kept(caches, list(range(count)), compacting=False)  # nothing is padding in all rows
     mx.eval(cache_arrays(caches))
     return caches
 
