@@ -47,8 +47,8 @@ def bars(streams: int) -> list[Bar]:
     return found + [Bar(f"host ms a step: {part}", of(f"ms_{part}")) for part in PARTS]
 
 
-def rows_of(model: str) -> list[Row]:
-    return [greedy(f"{model}, {n}", model, n, TOKENS, bars(n)) for n in STREAMS]
+def rows_of(model: str, streams: Sequence[int] = STREAMS) -> list[Row]:
+    return [greedy(f"{model}, {n}", model, n, TOKENS, bars(n)) for n in streams]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,20 +57,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=7.0, help="for everything")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, if they fit")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--streams", nargs="+", type=int, choices=STREAMS, default=STREAMS, help="how many at once")
     parser.add_argument("--subjects", nargs="+", choices=NAMES, default=NAMES, help="who is measured")
     parser.add_argument("--folder", type=Path, help="where models and logs are kept; default: the temporary folder")
     parser.add_argument("--quick", action="store_true", help="tiny models and loads: shows that it works")
     return parser.parse_args(arguments)
 
 
-def measure(models: Sequence[str], plan: Plan, ledger: Ledger, ends: float) -> list[Verdict]:
+def measure(models: Sequence[str], streams: Sequence[int], plan: Plan, ledger: Ledger, ends: float) -> list[Verdict]:
     """Each model gets its share of the time that is left."""
     verdicts: list[Verdict] = []
     for i, model in enumerate(models):
         share = LLAMA_SHARE if i + 1 < len(models) else 1.0
         began = monotonic()
         print(f"{model}: {share * (ends - began):.0f} s", flush=True)
-        verdicts += run(rows_of(model), replace(plan, deadline=began + share * (ends - began)), ledger)
+        verdicts += run(rows_of(model, streams), replace(plan, deadline=began + share * (ends - began)), ledger)
     return verdicts
 
 
@@ -86,13 +87,13 @@ def main() -> int:
         logs=folder / "logs",
         subjects=arguments.subjects,
         quick=arguments.quick,
-        rows=max(STREAMS),
+        rows=max(arguments.streams),
     )
     plan.logs.mkdir(parents=True, exist_ok=True)
     models = SMALL[: len(arguments.models)] if arguments.quick else arguments.models
     with Ledger(arguments.out, "gpu", harness.device()) as ledger:
         print(ledger.machine.line(), flush=True)
-        return conclude(measure(models, plan, ledger, ends), plan, ledger)
+        return conclude(measure(models, arguments.streams, plan, ledger, ends), plan, ledger)
 
 
 if __name__ == "__main__":

@@ -518,7 +518,7 @@ class Loop:
 
 def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settings: Settings, faults: Faults) -> Loop:
     """Load the model, announce it, and give the loop that runs it. Raises StartupError."""
-    from server import device, model, plans
+    from server import attention, device, model, plans
 
     began = perf_counter()
     if settings.wired_limit:
@@ -527,6 +527,7 @@ def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settin
         mx.set_cache_limit(settings.pool_limit)
     residency = Residency.open(settings, snapshot)  # before the weights, so that a native counter counts them
     plans.avoid()
+    attention.install()
     loaded = model.load(
         Path(start.model_path), trust_remote_code=settings.trust_remote_code, probe=start.probe, on_stage=pulse.enter
     )
