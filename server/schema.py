@@ -470,7 +470,16 @@ class CompletionRequest(Generation):
     suffix: str | None = Field(None, description="only empty: the server doesn't fill in", examples=[""])
 
 
-class TokenizeRequest(Wire):
+class Rendering(Wire):
+    """How messages become a prompt, where nothing is generated from it."""
+
+    tools: list[Tool] | None = Field(None, description="tools, for the template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
+    continue_final_message: bool | None = Field(None, description="as in a chat")
+    add_generation_prompt: bool | None = Field(None, description="as in a chat")
+
+
+class TokenizeRequest(Rendering):
     """Body of POST /tokenize, in either of two customary forms: `content`, or `prompt` or `messages`."""
 
     content: str | None = Field(None, description="text to tokenize (llama.cpp's form)", examples=["Hello!"])
@@ -479,23 +488,15 @@ class TokenizeRequest(Wire):
     model: str | None = Field(None, description="the served model", examples=["default"])
     prompt: str | None = Field(None, description="text to tokenize (vLLM's form)", examples=["Hello!"])
     messages: list[Message] | None = Field(None, min_length=1, description="conversation to render and tokenize")
-    tools: list[Tool] | None = Field(None, description="tools, for the template")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
-    continue_final_message: bool | None = Field(None, description="as in a chat")
-    add_generation_prompt: bool | None = Field(None, description="as in a chat")
     add_special_tokens: bool | None = Field(None, description="with the model's begin token; absent: with `prompt`")
     return_token_strs: bool | None = Field(None, description="say the text of each token")
 
 
-class TemplateRequest(Wire):
+class TemplateRequest(Rendering):
     """Body of POST /apply-template."""
 
     model: str | None = Field(None, description="the served model", examples=["default"])
     messages: list[Message] = Field(min_length=1, description="conversation to render")
-    tools: list[Tool] | None = Field(None, description="tools, for the template")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
-    continue_final_message: bool | None = Field(None, description="as in a chat")
-    add_generation_prompt: bool | None = Field(None, description="as in a chat")
 
 
 class DetokenizeRequest(Wire):

@@ -18,10 +18,10 @@ from server.api.sequences import Bounds
 from server.api.served import Served
 from server.api.shapes import Rendered, Text, Tokens
 from server.errors import InvalidValue
-from server.schema import ChatRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
+from server.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
 from server.tokenizer import Tokenizer
 
-CHAT_FIELDS = ("messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+CHAT_FIELDS = ("messages", *Rendering.model_fields)
 
 
 def routes(served: Served) -> APIRouter:
