@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 UV := 0.13
 
-.PHONY: install serve test check soak bench chaos certify lock accept-survive accept-flat accept-clients accept-schemas
+.PHONY: install serve cuda test check soak bench chaos certify lock accept-survive accept-flat accept-clients accept-schemas
 
 install: $(STAMP)
 
@@ -32,6 +32,11 @@ $(STAMP): pyproject.toml requirements.lock
 
 serve: install
 	@exec $(BIN)/marathon serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+# For an NVIDIA GPU, once. MLX's packages for CPU and CUDA write the same library, and the last one stays.
+cuda: install
+	@$(PIP) --constraint requirements.lock --editable '.[cuda]'
+	@$(PIP) --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'from importlib.metadata import version as v; print(v("mlx"))')
 
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)

@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,8 @@ from server.model import Loaded, quantization
 from server.residency import Residency, device_memory
 from server.settings import Settings, from_json
 
+CUDA_PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
+
 
 def name() -> str:
     """The device that MLX computes on, in words."""
@@ -29,6 +32,23 @@ def name() -> str:
     if device.type == mx.DeviceType.cpu:
         return f"CPU ({platform.machine()})"
     return str(mx.device_info(device).get("device_name", "GPU"))
+
+
+def hidden_gpu() -> str:
+    """Why MLX runs on the CPU although its package for CUDA is installed, and what mends that; else nothing.
+
+    MLX's packages for CPU and CUDA write one and the same file, and whichever came last stays.
+    """
+    for package in CUDA_PACKAGES:
+        try:
+            files = distribution(package).files or []
+        except PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == "libmlx.so" and Path(str(file.locate())).stat().st_size != file.size:
+                mend = f"pip install --force-reinstall --no-deps {package}=={version(package)}"
+                return f"another package's library lies in the place of {package}'s; `{mend}` mends that"
+    return ""
 
 
 def announce(epoch: int, loaded: Loaded, residency: Residency, seconds: float) -> Ready:
@@ -60,6 +80,7 @@ def facts(settings: Settings) -> dict[str, Any]:
     source = residency.source
     return {
         "device": name(),
+        **({"cuda": hidden} if (hidden := hidden_gpu()) else {}),
         "device_memory_bytes": device_memory(),
         "memory_limit_bytes": residency.memory_limit,
         "buffer_limit": source.limit,

@@ -526,6 +526,8 @@ def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settin
     if settings.pool_limit is not None:
         mx.set_cache_limit(settings.pool_limit)
     residency = Residency.open(settings, snapshot)  # before the weights, so that a native counter counts them
+    if hidden := device.hidden_gpu():
+        log.warning("MLX runs on the CPU: %s", hidden)
     plans.avoid()
     attention.install()
     loaded = model.load(

@@ -15,7 +15,19 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").r
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in sorted(PAGES)}
 OURS = {option(name) for name in Settings.model_fields}
 # Options of other programs that the documents name.
-FOREIGN = {"--config.file", "--enable", "--install", "--now", "--port", "--mode", "--version", "--help", "--config"}
+FOREIGN = {
+    "--force-reinstall",
+    "--no-deps",
+    "--config.file",
+    "--enable",
+    "--install",
+    "--now",
+    "--port",
+    "--mode",
+    "--version",
+    "--help",
+    "--config",
+}
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
