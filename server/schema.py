@@ -339,6 +339,9 @@ class Generation(Wire):
     repetition_penalty: float | None = Field(
         None, gt=0, le=10, description="divides the logits of tokens in prompt and answer; 1: none", examples=[1.1]
     )
+    repeat_penalty: float | None = Field(
+        None, gt=0, le=10, description="llama.cpp's name of `repetition_penalty`, which goes before it"
+    )
     logit_bias: Bias | None = Field(
         None, description="token id to a number that is added to its logit", examples=[{"260": -5}]
     )
@@ -367,6 +370,11 @@ class Generation(Wire):
     guided_grammar: str | None = Field(None, description="older name of `structured_outputs.grammar`")
     json_schema: SchemaOrText | None = Field(None, description="JSON schema of the answer, as llama.cpp has it")
     grammar: str | None = Field(None, description="grammar of the answer in GBNF or Lark, as llama.cpp has it")
+    regex: str | None = Field(None, description="SGLang's name of `structured_outputs.regex`")
+    ebnf: str | None = Field(None, description="SGLang's name of `structured_outputs.grammar`")
+    skip_special_tokens: bool | None = Field(
+        None, description="false: special tokens that the answer draws are shown", examples=[True]
+    )
     return_token_ids: bool | None = Field(
         None, description="the answer says the ids of prompt and answer", examples=[True]
     )
@@ -400,6 +408,13 @@ class Generation(Wire):
     xtc_probability: Any = Field(None, description=UNOFFERED)
     dry_multiplier: Any = Field(None, description=UNOFFERED)
     dynatemp_range: Any = Field(None, description=UNOFFERED)
+    repetition_detection: Any = Field(None, description=UNOFFERED)
+    stop_regex: Any = Field(None, description=UNOFFERED)
+    no_stop_trim: Any = Field(None, description=UNOFFERED)
+    post_sampling_probs: Any = Field(None, description=UNOFFERED)
+    t_max_predict_ms: Any = Field(None, description=UNOFFERED)
+    lora: Any = Field(None, description=UNOFFERED)
+    lora_path: Any = Field(None, description=UNOFFERED)
     user: Any = Field(None, description=IGNORED)
 
 
@@ -437,6 +452,12 @@ class ChatRequest(Generation):
     echo: bool | None = Field(
         None, description="the answer begins with the last message, if that is the assistant's", examples=[False]
     )
+    add_special_tokens: Any = Field(None, description=UNOFFERED + "; templates write the begin token themselves")
+    chat_template: Any = Field(None, description=UNOFFERED + "; the template is the model's")
+    documents: Any = Field(None, description=UNOFFERED + "; `chat_template_kwargs` reach the template")
+    parse_tool_calls: Any = Field(None, description=UNOFFERED)
+    reasoning_format: Any = Field(None, description="reasoning always comes apart: `none` is refused")
+    separate_reasoning: Any = Field(None, description="reasoning always comes apart: false is refused")
     modalities: list[str] | None = Field(None, description="only `text`", examples=[["text"]])
     audio: Any = Field(None, description="refused: text only")
     web_search_options: Any = Field(None, description="refused: the server doesn't search")
@@ -464,6 +485,9 @@ class CompletionRequest(Generation):
     echo: bool | None = Field(None, description="the prompt precedes the answer", examples=[False])
     logprobs: int | None = Field(
         None, ge=0, le=MAX_COMPLETION_LOGPROBS, description="alternatives reported with each token", examples=[2]
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="false: a text comes without the model's begin token", examples=[True]
     )
     best_of: int | None = Field(None, ge=0, le=20, description="only up to 1")
     prompt_embeds: Any = Field(None, description="refused: a prompt is text or token ids")

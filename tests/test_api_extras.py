@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -11,9 +12,10 @@ import small_tokenizers as small
 from fake_engine import FakeEngine
 from serving import HELLO, USER, engine, run_server, says, tokenizer
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 import server
-from server.api.policy import UNOFFERED
+from server.api.policy import UNOFFERED, UNOFFERED_IN_CHATS
 from server.api.shapes import ChatCompletion, ChatCompletionChunk, TextCompletion
 from server.tokenizer import Tokenizer
 
@@ -122,15 +124,60 @@ async def test_a_stream_that_holds_much_back_shows_signs_of_life(thinker: Tokeni
     assert lines[-1] == "data: [DONE]"
 
 
+async def test_special_tokens_are_shown_to_who_asks() -> None:
+    """Also where they were drawn as tokens of the text; the one that ends an answer is no part of it."""
+    async with run_server(engine(say=says("a<|im_start|>b"))) as site:
+        for wish, text in ((True, "ab"), (None, "ab"), (False, "a<|im_start|>b")):
+            chat = (await site.chat(skip_special_tokens=wish)).json()["choices"][0]
+            whole = (await site.complete(skip_special_tokens=wish, logprobs=0)).json()["choices"][0]
+            assert (chat["message"]["content"], whole["text"]) == (text, text)
+            assert whole["logprobs"]["text_offset"] == [0, 1, text.index("b")]
+
+
+async def test_a_bare_prompt_may_come_with_its_own_begin_token(tmp_path: Path) -> None:
+    """Whoever renders a template by hand has written it already."""
+    made = small.pieces()
+    made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))])
+    folder = small.write(tmp_path, made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokens = Tokenizer.load(folder, trust_remote_code=False)
+    fake = FakeEngine(vocab_size=tokens.vocab_size, say=says("x", tokens=tokens))
+    async with run_server(fake, tokens=tokens) as site:
+        for wish in (None, True, False):
+            await site.complete("a", add_special_tokens=wish)
+    bare = tokens.encode("a", bos=False)
+    assert [submit.sequence.prompt for submit in fake.submits] == [tokens.encode("a")] * 2 + [bare]
+    assert tokens.encode("a") != bare
+
+
+async def test_llama_cpps_repeat_penalty_is_the_repetition_penalty() -> None:
+    fake = engine()
+    async with run_server(fake) as site:
+        await site.chat(repeat_penalty=1.3)
+        await site.complete(repeat_penalty=1.3, repetition_penalty=1.1)
+        assert (await site.chat(repeat_penalty=0)).status_code == 400
+    assert [submit.sequence.sampling.repetition_penalty for submit in fake.submits] == [1.3, 1.1]
+
+
 NOTHING = {
     "allowed_token_ids": None, "bad_words": [], "logprob_token_ids": [], "include_stop_str_in_output": False,
     "thinking_token_budget": None, "mirostat": 0, "typical_p": 1.0, "top_n_sigma": -1, "xtc_probability": 0.0,
-    "dry_multiplier": 0, "dynatemp_range": 0.0,
+    "dry_multiplier": 0, "dynatemp_range": 0.0, "repetition_detection": None, "stop_regex": "", "no_stop_trim": False,
+    "post_sampling_probs": False, "t_max_predict_ms": -1, "lora": [], "lora_path": None,
 }  # fmt: skip
 SOMETHING = {
     "allowed_token_ids": [5], "bad_words": ["x"], "logprob_token_ids": [5], "include_stop_str_in_output": True,
     "thinking_token_budget": 9, "mirostat": 2, "typical_p": 0.5, "top_n_sigma": 1.5, "xtc_probability": 0.1,
-    "dry_multiplier": 0.8, "dynatemp_range": 0.5,
+    "dry_multiplier": 0.8, "dynatemp_range": 0.5, "repetition_detection": {"max_pattern_size": 2}, "stop_regex": "a+",
+    "no_stop_trim": True, "post_sampling_probs": True, "t_max_predict_ms": 10, "lora": [{"id": 0, "scale": 1}],
+    "lora_path": "x",
+}  # fmt: skip
+CHAT_NOTHING = {
+    "add_special_tokens": False, "chat_template": None, "documents": [], "parse_tool_calls": True,
+    "reasoning_format": "auto", "separate_reasoning": True,
+}  # fmt: skip
+CHAT_SOMETHING = {
+    "add_special_tokens": True, "chat_template": "{{ messages }}", "documents": [{"text": "x"}],
+    "parse_tool_calls": False, "reasoning_format": "none", "separate_reasoning": False,
 }  # fmt: skip
 
 
@@ -144,6 +191,15 @@ async def test_what_others_offer_is_refused_by_name_unless_it_asks_for_nothing()
                 assert answer.status_code == 400
                 error = answer.json()["error"]
                 assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+async def test_what_would_change_only_a_chat_is_refused_by_name_unless_it_asks_for_nothing() -> None:
+    assert set(CHAT_SOMETHING) == set(CHAT_NOTHING) == set(UNOFFERED_IN_CHATS)
+    async with run_server() as site:
+        assert (await site.chat(**CHAT_NOTHING)).status_code == 200
+        for name, value in CHAT_SOMETHING.items():
+            error = (await site.chat(**{name: value})).json()["error"]
+            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
 
 async def test_usage_in_each_chunk_rises_to_the_whole() -> None:

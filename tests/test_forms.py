@@ -67,6 +67,8 @@ def accepts(grammars: Grammars, form: Form | None, text: str) -> bool:
         ({"guided_grammar": 'start: "x"+'}, "xxx", "y"),
         ({"json_schema": SCHEMA}, '{"a":1}', "{}"),
         ({"grammar": GBNF}, "aaaaab", "ab"),
+        ({"regex": "a|bc"}, "bc", "c"),
+        ({"ebnf": GBNF}, "aaaaab", "ab"),
     ],
     ids=lambda value: json.dumps(value)[:60],
 )

@@ -62,7 +62,8 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     policy.check_completion(request, served.settings)
     given = split(request.prompt)
     max_tokens = predicted(request, COMPLETION_TOKENS) if request.max_tokens is None else request.max_tokens
-    whole = [tokenised(prompt, served.tokenizer, bounds) for prompt in given]
+    bos = request.add_special_tokens is not False
+    whole = [tokenised(prompt, served.tokenizer, bounds, bos=bos) for prompt in given]
     prompts = [truncated(ids, request, bounds, max_tokens) for ids in whole]
     made = sequences(
         request,
@@ -75,7 +76,9 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
         grammar=_constraint(request, served),
     )
     stops = [stop for stop in request.stop or [] if stop]
-    texts = [TextState(served.tokenizer, stops=stops, stop_ids=made[0].stop_ids, chat=False) for _ in made]
+    shown = request.skip_special_tokens is False
+    ends = made[0].stop_ids
+    texts = [TextState(served.tokenizer, stops=stops, stop_ids=ends, chat=False, show_special=shown) for _ in made]
     read = [text if ids is all_ids else ids for text, ids, all_ids in zip(given, prompts, whole, strict=True)]
     form = _form(request, served, [_spelled(p, served.tokenizer) for p in read for _ in range(request.n or 1)])
     return Prepared(request, made, texts, form, sorted(request.model_extra or {}))
@@ -98,13 +101,13 @@ def split(prompt: Prompt) -> list[str | list[int]]:
     return several if isinstance(several[0], str | list) else [several]
 
 
-def tokenised(prompt: str | list[int], tokenizer: Tokenizer, bounds: Bounds) -> list[int]:
-    """Ids; text gets the model's begin token, ids are taken as they are.
+def tokenised(prompt: str | list[int], tokenizer: Tokenizer, bounds: Bounds, *, bos: bool = True) -> list[int]:
+    """Ids; text gets the model's begin token if `bos`, ids are taken as they are.
 
     Whoever writes a bare prompt writes all of it: what spells a control token is one, as templates rendered by the
     client need it. In chat messages it stays text.
     """
-    ids = tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
+    ids = tokenizer.encode(prompt, special=True, bos=bos) if isinstance(prompt, str) else prompt
     bounds.check_ids(ids, "prompt")
     if not ids:
         raise InvalidValue("prompt: an empty text gives this model nothing to begin with", param="prompt")
@@ -124,7 +127,8 @@ def _form(request: CompletionRequest, served: Served, prompts: list[str]) -> Com
         "system_fingerprint": served.build,
     }
     extras = Extras.of(request, request.logprobs)
-    return CompletionForm(head, served.tokenizer, extras, prompts if request.echo else None)
+    shown = request.skip_special_tokens is False
+    return CompletionForm(head, served.tokenizer, extras, prompts if request.echo else None, shown)
 
 
 @dataclass(slots=True)
@@ -133,12 +137,14 @@ class CompletionForm:
 
     Attributes:
         echo: what precedes each choice.
+        shows_special: whether the text shows special tokens.
     """
 
     head: dict[str, Any]
     tokenizer: Tokenizer
     extras: Extras
     echo: list[str] | None
+    shows_special: bool
     lists: dict[int, Lists] = field(default_factory=dict)
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
@@ -174,7 +180,8 @@ class CompletionForm:
         return {"index": choice.index, "text": text, "logprobs": scores, "finish_reason": choice.finish}
 
     def _new_lists(self) -> Lists:
-        return Lists(self.tokenizer, self.extras.top_logprobs or 0, self.extras.spelling(self.tokenizer))
+        count, spell = self.extras.top_logprobs or 0, self.extras.spelling(self.tokenizer)
+        return Lists(self.tokenizer, count, spell, shows_special=self.shows_special)
 
     def _scores(self, choice: Choice) -> dict[str, Any] | None:
         lists = self.lists.setdefault(choice.index, self._new_lists())

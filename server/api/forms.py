@@ -64,6 +64,8 @@ def _wishes(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Fo
         ("guided_regex", request.guided_regex, _regex),
         ("guided_choice", request.guided_choice, _choice),
         ("guided_grammar", request.guided_grammar, _grammar),
+        ("regex", request.regex, _regex),
+        ("ebnf", request.ebnf, _grammar),
         ("json_schema", request.json_schema, _json),
         ("grammar", request.grammar or None, _grammar),
     ]

@@ -35,8 +35,11 @@ def _entry(spell: Spelling, token: int, logprob: float) -> dict[str, Any]:
 class Lists:
     """The text completion's shape; mutable, one a choice, for the offsets go on from piece to piece."""
 
-    def __init__(self, tokenizer: Tokenizer, count: int, spell: Spelling | None = None) -> None:
-        """`count`: alternatives."""
+    def __init__(
+        self, tokenizer: Tokenizer, count: int, spell: Spelling | None = None, *, shows_special: bool = False
+    ) -> None:
+        """`count`: alternatives. `shows_special`: the answer's text shows special tokens."""
+        self._shows_special = shows_special
         self._tokenizer = tokenizer
         self._spell = spell or tokenizer.spell
         self._count = count
@@ -53,9 +56,11 @@ class Lists:
         return made
 
     def answer(self, scored: Sequence[Scored]) -> dict[str, Any]:
-        """An answer's text leaves special tokens out, so they take no room."""
-        special = self._tokenizer.is_special
-        return self._lists(scored, lambda token: self._offset if special(token) else self._advance(token))
+        """Special tokens that an answer's text leaves out take no room."""
+        return self._lists(scored, lambda token: self._offset if self._hides(token) else self._advance(token))
+
+    def _hides(self, token: int) -> bool:
+        return self._tokenizer.is_special(token) and not self._shows_special
 
     def _lists(self, scored: Sequence[Scored], offset: Callable[[int], int]) -> dict[str, Any]:
         return {

@@ -34,6 +34,21 @@ UNOFFERED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
+    "repetition_detection": (),
+    "stop_regex": ("", []),
+    "no_stop_trim": (False,),
+    "post_sampling_probs": (False,),
+    "t_max_predict_ms": (-1, 0),
+    "lora": ([],),
+    "lora_path": (),
+}
+UNOFFERED_IN_CHATS: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "parse_tool_calls": (True,),
+    "reasoning_format": ("auto", "deepseek"),
+    "separate_reasoning": (True,),
 }
 
 
@@ -43,6 +58,7 @@ def check_chat(request: ChatRequest, settings: Settings) -> None:
     for name, message in REFUSED.items():
         if getattr(request, name) is not None:
             raise UnsupportedParameter(message, param=name)
+    _check_unoffered(request, UNOFFERED_IN_CHATS)
     if any(kind != "text" for kind in request.modalities or []):
         raise UnsupportedParameter("Only the modality `text` is offered", param="modalities")
     if request.top_logprobs is not None and not request.logprobs:
@@ -73,15 +89,19 @@ def _check_common(request: Generation, settings: Settings) -> None:
     _at_most(settings.max_choices, request.n or 1, "n", "answers")
     if request.use_beam_search:
         raise UnsupportedParameter("Beam search isn't offered", param="use_beam_search")
-    for name, neutral in UNOFFERED.items():
-        if (value := getattr(request, name)) is not None and value not in neutral:
-            raise UnsupportedParameter(f"`{name}` isn't offered", param=name)
+    _check_unoffered(request, UNOFFERED)
     if request.stream_options is not None and not request.stream:
         raise InvalidValue("stream_options needs `stream: true`", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:
         raise UnsupportedParameter("prompt_logprobs aren't offered in streams", param="prompt_logprobs")
     if wrong := [key[:50] for key in request.logit_bias or {} if not (key.isascii() and key.isdigit())]:
         raise InvalidValue(f"logit_bias: {', '.join(map(repr, wrong[:20]))}: no token id", param="logit_bias")
+
+
+def _check_unoffered(request: Generation, unoffered: dict[str, tuple[Any, ...]]) -> None:
+    for name, neutral in unoffered.items():
+        if (value := getattr(request, name)) is not None and value not in neutral:
+            raise UnsupportedParameter(f"`{name}` isn't offered", param=name)
 
 
 def _at_most(limit: int, asked: int, param: str, what: str) -> None:

@@ -48,8 +48,8 @@ class Bounds:
 def sampling(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> Sampling:
     """How the request's tokens are drawn, with nothing left open."""
 
-    def value(name: str, otherwise: float) -> Any:
-        wish = getattr(request, name)
+    def value(name: str, otherwise: float, older: float | None = None) -> Any:
+        wish = older if (given := getattr(request, name)) is None else given
         return wish if wish is not None else tokenizer.defaults.get(name, otherwise)
 
     bias = {int(token): weight for token, weight in (request.logit_bias or {}).items()}
@@ -63,7 +63,7 @@ def sampling(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> Sampl
         min_p=float(value("min_p", 0.0)),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=float(value("repetition_penalty", 1.0)) or 1.0,
+        repetition_penalty=float(value("repetition_penalty", 1.0, request.repeat_penalty)) or 1.0,
         logit_bias=bias,
     )
 

@@ -25,7 +25,10 @@ from server.tokenizer import Tokenizer
 
 PARTS = ("mlx-marathon", "mlx", "mlx-lm")  # what an answer's text can depend on besides the model
 LIGHT_BYTES = 4096  # of a body that takes a millisecond or two
-HEAVY = (b"response_format", b"structured_outputs", b"guided_", b"grammar", b"tools", b"logit_bias")  # may take more
+HEAVY = (  # may take more
+    b"response_format", b"structured_outputs", b"guided_", b"json_schema", b"grammar", b"regex", b"ebnf", b"tools",
+    b"logit_bias",
+)  # fmt: skip
 MAX_NOTED = 200  # names of unknown fields come from clients
 
 log = logging.getLogger("marathon.api")
