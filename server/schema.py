@@ -493,6 +493,14 @@ class CompletionRequest(Generation):
     prompt_embeds: Any = Field(None, description="refused: a prompt is text or token ids")
     suffix: str | None = Field(None, description="only empty: the server doesn't fill in", examples=[""])
 
+    @model_validator(mode="before")
+    @classmethod
+    def _something_to_begin_with(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "prompt_embeds" in data and data.get("prompt") is None:
+            message = "Either prompt or prompt_embeds must be provided and non-empty. Here the prompt must be"
+            raise InvalidValue(message, param="prompt")
+        return data
+
 
 class Rendering(Wire):
     """How messages become a prompt, where nothing is generated from it."""

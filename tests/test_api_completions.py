@@ -14,7 +14,7 @@ from serving import HELLO, MODEL, USER, engine, run_server, says, tokenizer
 from server import messages
 from server.api.answer import Scored
 from server.api.logprobs import Lists
-from server.api.shapes import TextCompletion, Tokens
+from server.api.shapes import Text, TextCompletion, Tokens
 from server.messages import TokenLogprobs
 
 ABC = tokenizer().encode("a b c", bos=False)
@@ -251,6 +251,24 @@ async def test_detokenize_undoes_tokenize() -> None:
     async with run_server() as site:
         body = (await site.post("/detokenize", {"tokens": [1, *ABC]})).json()
         assert body == {"content": "<|im_start|>a b c", "prompt": "<|im_start|>a b c"}
+
+
+async def test_detokenize_answers_vllms_clients_who_name_the_model_as_vllm_does() -> None:
+    async with run_server() as site:
+        answer = await site.post("/detokenize", {"model": MODEL, "tokens": ABC})
+        assert answer.json() == {"prompt": "a b c"}
+        Text.model_validate(answer.json())
+
+
+async def test_neither_a_prompt_nor_its_embeddings_is_said_in_one_sentence() -> None:
+    async with run_server() as site:
+        for nothing in ({"prompt_embeds": []}, {"prompt": None, "prompt_embeds": []}):
+            answer = await site.post("/v1/completions", nothing)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "prompt")
+            assert "Either prompt or prompt_embeds must be provided and non-empty." in error["message"]
+        assert (await site.complete(prompt_embeds=[])).status_code == 200
+        assert (await site.complete(prompt_embeds=["x"])).json()["error"]["param"] == "prompt_embeds"
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def check_completion(request: CompletionRequest, settings: Settings) -> None:
     _check_common(request, settings)
     if (request.best_of or 0) > 1:
         raise UnsupportedParameter("best_of beyond 1 isn't offered; use `n`", param="best_of")
-    if request.prompt_embeds is not None:
+    if request.prompt_embeds:
         raise UnsupportedParameter("Embeddings as a prompt aren't offered", param="prompt_embeds")
     if request.suffix:
         raise UnsupportedParameter("Filling in before a suffix isn't offered", param="suffix")

@@ -222,5 +222,5 @@ class Rendered(Shape):
 class Text(Shape):
     """Answer of POST /detokenize, under both customary names."""
 
-    content: str
+    content: str | None = Field(None, description="unless the request names the model, which only vLLM's clients do")
     prompt: str

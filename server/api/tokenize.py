@@ -50,7 +50,11 @@ def routes(served: Served) -> APIRouter:
         return await served.think(apply, served, content)
 
     @router.post(
-        "/detokenize", response_model=Text, responses=errors(400, 404, 413), openapi_extra=documented(DetokenizeRequest)
+        "/detokenize",
+        response_model=Text,
+        response_model_exclude_unset=True,
+        responses=errors(400, 404, 413),
+        openapi_extra=documented(DetokenizeRequest),
     )
     async def detokenize(http: Request) -> Any:
         """Token ids as text, special tokens spelled out."""
@@ -114,4 +118,4 @@ def decode(served: Served, content: bytes) -> dict[str, Any]:
     request = body.validate(DetokenizeRequest, content)
     served.check_model(request.model)
     text = served.tokenizer.decode(request.tokens, special=True)
-    return {"content": text, "prompt": text}
+    return {"prompt": text} if request.model is not None else {"content": text, "prompt": text}
