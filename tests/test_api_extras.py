@@ -21,6 +21,7 @@ from server.tokenizer import Tokenizer
 
 SAID = tokenizer().encode(HELLO, bos=False)
 IDS = [*SAID, min(tokenizer().eos_ids)]  # the token that ends an answer is one of its tokens
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 ASSISTANT = {"role": "assistant", "content": "An apple a day"}
 
 
@@ -65,6 +66,19 @@ async def test_a_template_can_be_applied_without_generating() -> None:
         assert tokens["tokens"] == (await site.post("/tokenize", {"messages": USER})).json()["tokens"]
         assert tokens["token_strs"][0] == "<|im_start|>"
         assert (await site.post("/apply-template", {"prompt": "x"})).status_code == 400
+
+
+async def test_the_tokens_of_a_chats_prompt_are_counted_without_generating() -> None:
+    """As llama.cpp does; every field of a chat may come along, and its faults are refused as in a chat."""
+    fake = engine()
+    wish = {"messages": USER, "tools": TOOLS, "max_tokens": 5}
+    async with run_server(fake) as site:
+        counted = [await site.post(p + "/chat/completions/input_tokens", wish) for p in ("/v1", "")]
+        asked = (await site.chat(tools=TOOLS, max_tokens=5)).json()["usage"]["prompt_tokens"]
+        assert (await site.post("/v1/chat/completions/input_tokens", {"messages": []})).status_code == 400
+        assert (await site.post("/v1/chat/completions/input_tokens", wish | {"model": "other"})).status_code == 404
+    assert [answer.json() for answer in counted] == [{"object": "response.input_tokens", "input_tokens": asked}] * 2
+    assert len(fake.submits) == 1
 
 
 async def test_nothing_more_is_told_unless_asked_for() -> None:

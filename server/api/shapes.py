@@ -213,6 +213,13 @@ class Tokens(Shape):
     token_strs: list[str] | None = Field(description="with `return_token_strs`: tokens as the vocabulary writes them")
 
 
+class Counted(Shape):
+    """Answer of POST /v1/chat/completions/input_tokens, as llama.cpp names it."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class Rendered(Shape):
     """Answer of POST /apply-template."""
 

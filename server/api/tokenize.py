@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /apply-template, GET /tokenizer_info.
+"""POST /tokenize, /detokenize, /apply-template and /v1/chat/completions/input_tokens, GET /tokenizer_info.
 
 Owns both customary forms: `content` in, as llama.cpp has it, and `prompt` or `messages` in, as vLLM has it. Tokenising
 happens in the worker thread. Never needs an engine.
@@ -16,11 +16,12 @@ from server.api.openapi import body as documented
 from server.api.openapi import errors
 from server.api.sequences import Bounds
 from server.api.served import Served
-from server.api.shapes import Rendered, Text, Tokens
+from server.api.shapes import Counted, Rendered, Text, Tokens
 from server.errors import InvalidValue
 from server.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
 from server.tokenizer import Tokenizer
 
+COUNT = "/v1/chat/completions/input_tokens"
 CHAT_FIELDS = ("messages", *Rendering.model_fields)
 
 
@@ -48,6 +49,13 @@ def routes(served: Served) -> APIRouter:
         """A conversation as the text that the model reads."""
         content = await body.read(http, served.settings.max_body_bytes)
         return await served.think(apply, served, content)
+
+    @router.post(COUNT.removeprefix("/v1"), response_model=Counted, include_in_schema=False)
+    @router.post(COUNT, response_model=Counted, responses=errors(400, 404, 413), openapi_extra=documented(ChatRequest))
+    async def input_tokens(http: Request) -> Any:
+        """How many tokens the prompt of a chat has."""
+        content = await body.read(http, served.settings.max_body_bytes)
+        return await served.think(count, served, content)
 
     @router.post(
         "/detokenize",
@@ -94,9 +102,18 @@ def _ids(request: TokenizeRequest, served: Served) -> list[int]:
 
 
 def _rendered(request: TokenizeRequest | TemplateRequest, served: Served) -> list[int]:
-    chat = ChatRequest.model_validate({name: getattr(request, name) for name in CHAT_FIELDS})
+    return _read(ChatRequest.model_validate({name: getattr(request, name) for name in CHAT_FIELDS}), served)
+
+
+def _read(chat: ChatRequest, served: Served) -> list[int]:
     policy.check_chat(chat, served.settings)
     return render(served.tokenizer, chat, tools.read(chat)).ids
+
+
+def count(served: Served, content: bytes) -> dict[str, Any]:
+    request = body.validate(ChatRequest, content)
+    served.check_model(request.model)
+    return {"object": "response.input_tokens", "input_tokens": len(_read(request, served))}
 
 
 def apply(served: Served, content: bytes) -> dict[str, Any]:
