@@ -458,6 +458,9 @@ class ChatRequest(Generation):
     parse_tool_calls: Any = Field(None, description=UNOFFERED)
     reasoning_format: Any = Field(None, description="reasoning always comes apart: `none` is refused")
     separate_reasoning: Any = Field(None, description="reasoning always comes apart: false is refused")
+    verbose: bool | None = Field(
+        None, description="the answer tells its prompt's text as `__verbose.prompt`, as llama.cpp's does"
+    )
     modalities: list[str] | None = Field(None, description="only `text`", examples=[["text"]])
     audio: Any = Field(None, description="refused: text only")
     web_search_options: Any = Field(None, description="refused: the server doesn't search")

@@ -81,6 +81,16 @@ async def test_the_tokens_of_a_chats_prompt_are_counted_without_generating() -> 
     assert len(fake.submits) == 1
 
 
+async def test_a_verbose_chat_tells_the_text_of_its_prompt_once() -> None:
+    async with run_server(engine(step_seconds=0.002)) as site:
+        prompt = (await site.post("/apply-template", {"messages": USER})).json()["prompt"]
+        for verbose, told in ((True, {"prompt": prompt}), (False, None), (None, None)):
+            whole = ChatCompletion.model_validate((await site.chat(verbose=verbose)).json())
+            assert whole.model_dump(by_alias=True).get("__verbose") == told
+            events = [ChatCompletionChunk.model_validate(e) for e in (await site.stream_chat(verbose=verbose))[:-1]]
+            assert [e.model_dump(by_alias=True).get("__verbose") for e in events] == [told, *[None] * (len(events) - 1)]
+
+
 async def test_nothing_more_is_told_unless_asked_for() -> None:
     async with run_server() as site:
         chat = ChatCompletion.model_validate((await site.chat()).json())

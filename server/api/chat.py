@@ -128,6 +128,7 @@ def _form(request: ChatRequest, wish: tools.Wish, served: Served) -> ChatForm:
         only_calls=wish.forced,
         thoughts=request.include_reasoning is not False,
         echo=_echo(request),
+        verbose=bool(request.verbose),
     )
 
 

@@ -22,10 +22,18 @@ ROLE = b'{"role":"assistant","content":null}'
 class ChatForm:
     """Form of one request's answer. `only_calls`: a call is forced, so text can only be the stump of a cut tag.
     `thoughts`: whether reasoning is shown. `head`: what is the same in every chunk. `echo`: what each choice begins
-    with."""
+    with. `verbose`: whether the prompt's text is told."""
 
     def __init__(
-        self, head: dict[str, Any], tokenizer: Tokenizer, extras: Extras, *, only_calls: bool, thoughts: bool, echo: str
+        self,
+        head: dict[str, Any],
+        tokenizer: Tokenizer,
+        extras: Extras,
+        *,
+        only_calls: bool,
+        thoughts: bool,
+        echo: str,
+        verbose: bool,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
@@ -34,8 +42,9 @@ class ChatForm:
         self._only_calls = only_calls
         self._hidden = (Content,) * only_calls + (Reasoning,) * (not thoughts)
         self._echo = echo
+        self._verbose = verbose
         self._before_index = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
-        self._tells_more = extras.token_ids or extras.each_usage or extras.timings
+        self._tells_more = extras.token_ids or extras.each_usage or extras.timings or verbose
         self._after_choice = b'}],"usage":null}\n\n' if extras.usage else b"}]}\n\n"
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
@@ -71,12 +80,19 @@ class ChatForm:
     def _rest(self, choice: Choice, begins: bool) -> bytes:
         """The end of a chunk that tells more than its delta; the first one tells of the prompt."""
         inside = b"" if begins else _members(self._extras.ids(choice))
-        outside = _members(self._extras.prompt_ids(choice) if begins else self._extras.times(choice))
+        outside = _members(self._of_prompt(choice) if begins else self._extras.times(choice))
         if self._extras.each_usage:
             outside += _members({"usage": usage_so_far(choice, 0 if begins else choice.text.tokens)})
         elif self._extras.usage:
             outside += b',"usage":null'
         return inside + b"}]" + outside + b"}\n\n"
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """What is told of the prompt, once."""
+        ids = self._extras.prompt_ids(choice)
+        if not self._verbose:
+            return ids
+        return ids | {"__verbose": {"prompt": self._tokenizer.decode(choice.sequence.prompt, special=True)}}
 
     def _scores(self, choice: Choice) -> bytes:
         if self._extras.top_logprobs is None or not choice.scored:
@@ -94,7 +110,7 @@ class ChatForm:
         prompt = {
             "prompt_logprobs": self._extras.prompt_scores(choices[0], self._tokenizer),
             "prompt_token_ids": None,
-            **self._extras.prompt_ids(choices[0]),
+            **self._of_prompt(choices[0]),
             **self._extras.times(choices[0]),
         }
         return self._head | {"object": "chat.completion", "choices": made, "usage": usage} | prompt

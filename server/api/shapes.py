@@ -129,6 +129,10 @@ class ChunkChoice(Shape):
     token_ids: list[int] | None = Field(None, description="with `return_token_ids`")
 
 
+class Verbose(Shape):
+    prompt: str = Field(description="the conversation as the model read it")
+
+
 class ChatCompletion(Shape):
     """Answer of POST /v1/chat/completions."""
 
@@ -142,6 +146,7 @@ class ChatCompletion(Shape):
     prompt_token_ids: list[int] | None = Field(description="with `return_token_ids`")
     prompt_logprobs: PromptLogprobs | None = Field(description="with `prompt_logprobs`: a token by its id, and others")
     timings: Timings | None = Field(None, description="with `timings_per_token`")
+    verbose: Verbose | None = Field(None, alias="__verbose", description="with `verbose`")
 
 
 class ChatCompletionChunk(Shape):
@@ -156,6 +161,7 @@ class ChatCompletionChunk(Shape):
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = Field(None, description="in the first event, with `return_token_ids`")
     timings: Timings | None = Field(None, description="with `timings_per_token`, but not in an answer's first event")
+    verbose: Verbose | None = Field(None, alias="__verbose", description="in the first event, with `verbose`")
 
 
 # ---------------------------------------------------------------- text completions
