@@ -1,4 +1,4 @@
-"""Changes to a row's logits before the draw: bias, penalties, stop ids held back by `min_tokens`.
+"""Changes to a row's logits before the draw: bias, penalties, ids that aren't allowed, or not before `min_tokens`.
 
 Owns the device arrays for the rows that ask, and nothing for the others. Runs in the engine process's main thread;
 builds graph nodes only.
@@ -28,7 +28,8 @@ def _penalises(sequence: Sequence) -> bool:
 
 
 def _asks(sequence: Sequence) -> bool:
-    return bool(_penalises(sequence) or sequence.sampling.logit_bias or sequence.min_tokens)
+    sampling = sequence.sampling
+    return bool(_penalises(sequence) or sampling.logit_bias or sampling.allowed or sequence.min_tokens)
 
 
 def _histogram(tokens: list[int], vocab: int) -> mx.array:
@@ -122,12 +123,16 @@ class Adjust:
             self._build_counts(vocab)
 
     def _build_bias(self, vocab: int) -> mx.array | None:
-        biases = [self._sequences[i].sampling.logit_bias for i in self._asking]
-        if not any(biases):
+        wishes = [self._sequences[i].sampling for i in self._asking]
+        if not any(wish.logit_bias or wish.allowed for wish in wishes):
             return None
-        dense = np.zeros((len(biases), vocab), dtype=np.float32)
-        for row, bias in enumerate(biases):
-            dense[row, list(bias)] = list(bias.values())
+        dense = np.zeros((len(wishes), vocab), dtype=np.float32)
+        for row, wish in enumerate(wishes):
+            dense[row, list(wish.logit_bias)] = list(wish.logit_bias.values())
+            if wish.allowed:
+                biased = dense[row, wish.allowed]
+                dense[row] = _BLOCKED
+                dense[row, wish.allowed] = biased
         return mx.array(dense)
 
     def _build_counts(self, vocab: int) -> None:

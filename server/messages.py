@@ -36,6 +36,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output
     logit_bias: dict[int, float] = {}
+    allowed: list[int] = []  # no other id is drawn; empty: any may be
 
 
 # In llguidance's symbols: about 2,000 properties. Building more takes the engine longer than a second.

@@ -357,6 +357,9 @@ class Generation(Wire):
     )
     stop: Stop | None = Field(None, description="strings that end the answer and aren't part of it", examples=[["\n"]])
     stop_token_ids: list[TokenId] | None = Field(None, description="further token ids that end the answer")
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
+        None, description="no other token is drawn; not beside a form of the answer or a forced call"
+    )
     ignore_eos: bool | None = Field(None, description="go on at the model's own end tokens", examples=[False])
     min_tokens: int | None = Field(None, ge=0, description="no end token is drawn before so many tokens")
     n: int | None = Field(None, ge=1, le=128, description="number of answers, each with its own draws", examples=[1])
@@ -397,7 +400,6 @@ class Generation(Wire):
         None, description="how long prompt and answer have taken, in every chunk and in the plain answer"
     )
     use_beam_search: bool | None = Field(None, description="refused when true: answers are drawn")
-    allowed_token_ids: Any = Field(None, description=UNOFFERED)
     bad_words: Any = Field(None, description=UNOFFERED)
     logprob_token_ids: Any = Field(None, description=UNOFFERED)
     include_stop_str_in_output: Any = Field(None, description=UNOFFERED)

@@ -20,6 +20,8 @@ def reference(sequence):
         logits, output = np.float64(logits), tokens[len(sequence.prompt) :]
         for token, bias in wish.logit_bias.items():
             logits[token] += bias
+        if wish.allowed:
+            logits[[token for token in range(VOCAB) if token not in wish.allowed]] = -1e30
         for token in set(tokens):
             factor = wish.repetition_penalty or 1.0
             logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
@@ -43,6 +45,8 @@ WISHES = [
     {"logit_bias": {0: 100.0, VOCAB - 1: -2.5}},
     {"min_tokens": 4, "stop_ids": [1, 2]},
     {"min_tokens": 2, "stop_ids": [VOCAB - 1], "presence_penalty": 1.0},
+    {"allowed": [3, 9, VOCAB - 1]},
+    {"allowed": [3, 5], "logit_bias": {3: -2.0, 7: 90.0}, "min_tokens": 3, "stop_ids": [5]},
 ]
 
 
@@ -114,6 +118,19 @@ def test_any_mix_equals_the_reference_through_joins_leaves_and_moves(seed):
                 assert_adjusted(adjust, rows)
                 if act == "step":
                     draw(adjust, rows, rng)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_a_row_draws_only_what_it_is_allowed_and_its_mates_draw_as_ever(temperature):
+    rig = Rig("llama")
+    rows = [row(0, prompt(4), temperature=temperature, allowed=[7, 9]), row(1, prompt(9), max_tokens=12)]
+    alone = rig.alone(rows[1])[0]
+    batch = rig.batch()
+    rig.join(batch, *rig.read(*rows))
+    rig.run(batch)
+    assert set(rig.tokens[0]) <= {7, 9}
+    assert len(rig.tokens[0]) == 16
+    assert rig.tokens[1] == alone
 
 
 def test_rows_that_ask_for_nothing_are_passed_through_untouched():

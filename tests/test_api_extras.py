@@ -173,6 +173,19 @@ async def test_a_bare_prompt_may_come_with_its_own_begin_token(tmp_path: Path) -
     assert tokens.encode("a") != bare
 
 
+async def test_the_tokens_that_may_be_drawn_can_be_named() -> None:
+    fake = engine()
+    async with run_server(fake) as site:
+        await site.chat(allowed_token_ids=[9, 7, 9])
+        await site.complete(allowed_token_ids=[7])
+        beyond = (await site.chat(allowed_token_ids=[7, tokenizer().vocab_size])).json()["error"]
+        forms = (await site.chat(allowed_token_ids=[7], response_format={"type": "json_object"})).json()["error"]
+        assert [beyond["param"], forms["param"]] == ["allowed_token_ids"] * 2
+        for wrong in ([], [-1], ["a"], 7):
+            assert (await site.chat(allowed_token_ids=wrong)).json()["error"]["code"] == "invalid_value"
+    assert [submit.sequence.sampling.allowed for submit in fake.submits] == [[7, 9], [7]]
+
+
 async def test_llama_cpps_repeat_penalty_is_the_repetition_penalty() -> None:
     fake = engine()
     async with run_server(fake) as site:
@@ -183,13 +196,13 @@ async def test_llama_cpps_repeat_penalty_is_the_repetition_penalty() -> None:
 
 
 NOTHING = {
-    "allowed_token_ids": None, "bad_words": [], "logprob_token_ids": [], "include_stop_str_in_output": False,
+    "bad_words": [], "logprob_token_ids": [], "include_stop_str_in_output": False,
     "thinking_token_budget": None, "mirostat": 0, "typical_p": 1.0, "top_n_sigma": -1, "xtc_probability": 0.0,
     "dry_multiplier": 0, "dynatemp_range": 0.0, "repetition_detection": None, "stop_regex": "", "no_stop_trim": False,
     "post_sampling_probs": False, "t_max_predict_ms": -1, "lora": [], "lora_path": None,
 }  # fmt: skip
 SOMETHING = {
-    "allowed_token_ids": [5], "bad_words": ["x"], "logprob_token_ids": [5], "include_stop_str_in_output": True,
+    "bad_words": ["x"], "logprob_token_ids": [5], "include_stop_str_in_output": True,
     "thinking_token_budget": 9, "mirostat": 2, "typical_p": 0.5, "top_n_sigma": 1.5, "xtc_probability": 0.1,
     "dry_multiplier": 0.8, "dynatemp_range": 0.5, "repetition_detection": {"max_pattern_size": 2}, "stop_regex": "a+",
     "no_stop_trim": True, "post_sampling_probs": True, "t_max_predict_ms": 10, "lora": [{"id": 0, "scale": 1}],

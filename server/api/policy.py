@@ -23,7 +23,6 @@ REFUSED = {
 }
 # What other servers offer, and the values that ask for nothing; null always does.
 UNOFFERED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "bad_words": ([],),
     "logprob_token_ids": ([],),
     "include_stop_str_in_output": (False,),

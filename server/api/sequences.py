@@ -54,6 +54,8 @@ def sampling(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> Sampl
 
     bias = {int(token): weight for token, weight in (request.logit_bias or {}).items()}
     bounds.check_ids(list(bias), "logit_bias")
+    allowed = sorted(set(request.allowed_token_ids or []))
+    bounds.check_ids(allowed, "allowed_token_ids")
     top_p = float(value("top_p", 1.0))
     return Sampling(
         seed=seed(request.seed),
@@ -65,6 +67,7 @@ def sampling(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> Sampl
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=float(value("repetition_penalty", 1.0, request.repeat_penalty)) or 1.0,
         logit_bias=bias,
+        allowed=allowed,
     )
 
 
@@ -113,6 +116,9 @@ def sequences(
     """One sequence a prompt and choice, in the order of the answer's indices."""
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise InvalidValue("min_tokens is larger than the most tokens of the answer", param="min_tokens")
+    if grammar is not None and request.allowed_token_ids:
+        message = "allowed_token_ids: the answer's form says already which tokens may be drawn"
+        raise InvalidValue(message, param="allowed_token_ids")
     draws = sampling(request, tokenizer, bounds)
     ends = stop_ids(request, tokenizer, bounds)
     made: list[messages.Sequence] = []
