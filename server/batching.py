@@ -104,16 +104,21 @@ class _Scores:
     own: mx.array  # [S] of the drawn id
     best: mx.array  # [S, N] descending
     ids: mx.array  # [S, N]
+    named: mx.array | None  # [S, W] of the ids that rows name, in their order
 
     def read(self) -> dict[int, TokenLogprobs]:
         """Host values by seq, at once: a kept array would pin the whole [B, V] buffer behind it."""
         own: list[float] = on_host(self.own)
         best: list[list[float]] = on_host(self.best)
         ids: list[list[int]] = on_host(self.ids)
+        named: list[list[float]] = [] if self.named is None else on_host(self.named)
         found = {}
         for i, row in enumerate(self.rows):
-            count = row.sequence.logprobs
-            found[row.seq] = TokenLogprobs(own[i], list(zip(ids[i][:count], best[i][:count], strict=True)))
+            count, wanted = row.sequence.logprobs, row.sequence.scored
+            top = list(zip(ids[i][:count], best[i][:count], strict=True))
+            if wanted:
+                top = sorted(zip(wanted, named[i], strict=False), key=lambda pair: -pair[1])
+            found[row.seq] = TokenLogprobs(own[i], top)
         return found
 
 
@@ -410,7 +415,9 @@ class Batch:
         own = mx.take_along_axis(mine, drawn[index][:, None], axis=-1) - total
         wanted = max(1, *(row.sequence.logprobs for row in rows), 1)
         best, ids = top_candidates(mine, min(1 << (wanted - 1).bit_length(), mine.shape[-1]))
-        return _Scores(rows, own[:, 0], best - total, ids)
+        names = _named([row.sequence.scored for row in rows])
+        named = None if names is None else mx.take_along_axis(mine, names, axis=-1) - total
+        return _Scores(rows, own[:, 0], best - total, ids, named)
 
     # ------------------------------------------------------------ reading
     def _read(self, inputs: mx.array, scores: _Scores | None, failed: list[tuple[Row, str]]) -> Drawn:
@@ -458,6 +465,12 @@ class Batch:
         found = self._moved_scores | (scores.read() if scores is not None else {})
         self._moved_scores = {}
         return {seq: found[seq] for seq in self.seqs if seq in found}  # rows that left since are others' business
+
+
+def _named(wishes: list[list[int]]) -> mx.array | None:
+    """The ids [S, W] that rows want scored, filled up with any; None: nobody wants one."""
+    width = max(map(len, wishes))
+    return mx.array([[*ids, *[0] * (width - len(ids))] for ids in wishes]) if width else None
 
 
 def _whole_passes(rows: Many[Row]) -> list[tuple[Shared, list[Row]]]:

@@ -59,6 +59,7 @@ class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_ids: list[int] = []  # a drawn stop id ends the row with "stop" and is delivered as its last token
     choice: int = 0  # index within the request; part of the random stream
     logprobs: int = -1  # -1: none; else the number of alternatives to report with each token
+    scored: list[int] = []  # ids whose logprobs are reported instead of the likeliest ones
     prompt_logprobs: bool = False  # report the prompt's own logprobs with the first step
     grammar: Grammar | None = None
     marks: list[int] = []  # prompt positions worth a prefix snapshot, ascending

@@ -384,6 +384,9 @@ class Generation(Wire):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="log probabilities name tokens `token_id:5` instead of spelling them"
     )
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = Field(
+        None, description="with `logprobs`: each token's alternatives are these ids and the drawn one"
+    )
     prompt_logprobs: int | None = Field(
         None,
         ge=0,
@@ -401,7 +404,6 @@ class Generation(Wire):
     )
     use_beam_search: bool | None = Field(None, description="refused when true: answers are drawn")
     bad_words: Any = Field(None, description=UNOFFERED)
-    logprob_token_ids: Any = Field(None, description=UNOFFERED)
     include_stop_str_in_output: Any = Field(None, description=UNOFFERED)
     thinking_token_budget: Any = Field(None, description=UNOFFERED)
     mirostat: Any = Field(None, description=UNOFFERED)

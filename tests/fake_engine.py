@@ -333,6 +333,7 @@ class Life:
             step.tokens.append(token)
             if row.sequence.logprobs >= 0:
                 top = [(token, -0.5), (0, -1.5)][: row.sequence.logprobs]
+                top = [(named, -2.0 - i) for i, named in enumerate(row.sequence.scored)] or top
                 step.logprobs[row.seq] = messages.TokenLogprobs(-0.5, top)
             if finish := finish_of(row.sequence, row.generated):
                 step.ends.append(messages.End(row.seq, finish))

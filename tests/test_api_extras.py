@@ -186,6 +186,22 @@ async def test_the_tokens_that_may_be_drawn_can_be_named() -> None:
     assert [submit.sequence.sampling.allowed for submit in fake.submits] == [[7, 9], [7]]
 
 
+async def test_log_probabilities_of_named_tokens_come_instead_of_the_likeliest_with_the_drawn_one() -> None:
+    fake, drawn = engine(), f"token_id:{SAID[0]}"
+    wish = {"logprob_token_ids": [9, 7], "return_tokens_as_token_ids": True, "max_tokens": 1}
+    async with run_server(fake) as site:
+        for more in ({}, {"top_logprobs": 1}):
+            chat = (await site.chat(logprobs=True, **more, **wish)).json()["choices"][0]["logprobs"]["content"][0]
+            assert [entry["token"] for entry in chat["top_logprobs"]] == [drawn, "token_id:9", "token_id:7"]
+        streamed = (await site.stream_chat(logprobs=True, **wish))[1]["choices"][0]["logprobs"]["content"][0]
+        text = (await site.complete(logprobs=5, **wish)).json()["choices"][0]["logprobs"]["top_logprobs"][0]
+        assert (streamed, list(text)) == (chat, [drawn, "token_id:9", "token_id:7"])
+        own = (await site.chat(logprobs=True, logprob_token_ids=[SAID[0]], max_tokens=1)).json()
+        assert len(own["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 1
+        for wrong in ({"logprob_token_ids": [tokenizer().vocab_size], "logprobs": 1}, {"logprob_token_ids": [5]}):
+            assert (await site.complete(**wrong)).json()["error"]["param"] == "logprob_token_ids"
+
+
 async def test_llama_cpps_repeat_penalty_is_the_repetition_penalty() -> None:
     fake = engine()
     async with run_server(fake) as site:
@@ -196,13 +212,13 @@ async def test_llama_cpps_repeat_penalty_is_the_repetition_penalty() -> None:
 
 
 NOTHING = {
-    "bad_words": [], "logprob_token_ids": [], "include_stop_str_in_output": False,
+    "bad_words": [], "include_stop_str_in_output": False,
     "thinking_token_budget": None, "mirostat": 0, "typical_p": 1.0, "top_n_sigma": -1, "xtc_probability": 0.0,
     "dry_multiplier": 0, "dynatemp_range": 0.0, "repetition_detection": None, "stop_regex": "", "no_stop_trim": False,
     "post_sampling_probs": False, "t_max_predict_ms": -1, "lora": [], "lora_path": None,
 }  # fmt: skip
 SOMETHING = {
-    "bad_words": ["x"], "logprob_token_ids": [5], "include_stop_str_in_output": True,
+    "bad_words": ["x"], "include_stop_str_in_output": True,
     "thinking_token_budget": 9, "mirostat": 2, "typical_p": 0.5, "top_n_sigma": 1.5, "xtc_probability": 0.1,
     "dry_multiplier": 0.8, "dynatemp_range": 0.5, "repetition_detection": {"max_pattern_size": 2}, "stop_regex": "a+",
     "no_stop_trim": True, "post_sampling_probs": True, "t_max_predict_ms": 10, "lora": [{"id": 0, "scale": 1}],

@@ -185,6 +185,27 @@ def assert_logprobs(rig, one, logits, tokens):
         assert [value for _, value in entry.top] == pytest.approx([plain[i] for i, _ in entry.top], abs=1e-3)
 
 
+def test_logprobs_can_be_those_of_named_tokens_beside_mates_who_want_the_likeliest():
+    rig = Rig("llama")
+    rows = [
+        row(0, prompt(4), max_tokens=8, logprobs=2),
+        row(1, prompt(9), max_tokens=8, logprobs=0, scored=[900, 7, 31]),
+        row(2, prompt(5), max_tokens=8, logprobs=5, scored=[11]),
+    ]
+    alone = [rig.alone(one) for one in rows]
+    batch = rig.batch()
+    rig.join(batch, *rig.read(*rows))
+    rig.run(batch)
+    assert_logprobs(rig, rows[0], alone[0][1], alone[0][0])
+    for one, (tokens, logits) in zip(rows[1:], alone[1:], strict=True):
+        assert rig.tokens[one.seq] == tokens
+        for entry, values in zip(rig.logprobs[one.seq], logits, strict=True):
+            plain = np.float64(values) - np.logaddexp.reduce(np.float64(values))
+            wanted = sorted(one.sequence.scored, key=lambda token: -plain[token])
+            assert [token for token, _ in entry.top] == wanted
+            assert [value for _, value in entry.top] == pytest.approx(plain[wanted].tolist(), abs=1e-3)
+
+
 def test_logprobs_are_those_of_the_drawn_tokens_through_joins_leaves_and_moves(tells):
     rig = Rig("llama", tells=tells)
     drawn = {"temperature": 1.2, "seed": 3}

@@ -70,7 +70,14 @@ class Choice:
     def _score(self, delta: Delta, used: int) -> None:
         stops = self.sequence.stop_ids if delta.finish == "stop" else ()
         pairs = zip(delta.tokens[:used], delta.logprobs[:used], strict=True)
-        self.scored += [Scored(token, logprobs) for token, logprobs in pairs if token not in stops]
+        self.scored += [Scored(token, self._with_own(token, found)) for token, found in pairs if token not in stops]
+
+    def _with_own(self, token: int, found: TokenLogprobs) -> TokenLogprobs:
+        """Where alternatives are named by the request, the drawn token is always one more."""
+        named = self.sequence.scored
+        if not named or token in named:
+            return found
+        return TokenLogprobs(found.logprob, sorted([(token, found.logprob), *found.top], key=lambda pair: -pair[1]))
 
     def take_ids(self) -> list[int]:
         ids, self.ids = self.ids, []

@@ -36,6 +36,8 @@ class Extras:
 
     @classmethod
     def of(cls, request: Generation, top_logprobs: int | None) -> Extras:
+        if top_logprobs is not None and request.logprob_token_ids:
+            top_logprobs = len(request.logprob_token_ids) + 1  # with the drawn one
         options = request.stream_options
         usage = bool(options and options.include_usage)
         each = usage and bool(options and options.continuous_usage_stats)

@@ -24,7 +24,6 @@ REFUSED = {
 # What other servers offer, and the values that ask for nothing; null always does.
 UNOFFERED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
-    "logprob_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "thinking_token_budget": (),
     "mirostat": (0,),
@@ -91,6 +90,8 @@ def _check_common(request: Generation, settings: Settings) -> None:
     _check_unoffered(request, UNOFFERED)
     if request.stream_options is not None and not request.stream:
         raise InvalidValue("stream_options needs `stream: true`", param="stream_options")
+    if request.logprob_token_ids and getattr(request, "logprobs", None) in (None, False):
+        raise InvalidValue("logprob_token_ids needs `logprobs`", param="logprob_token_ids")
     if request.stream and request.prompt_logprobs is not None:
         raise UnsupportedParameter("prompt_logprobs aren't offered in streams", param="prompt_logprobs")
     if wrong := [key[:50] for key in request.logit_bias or {} if not (key.isascii() and key.isdigit())]:

@@ -119,6 +119,8 @@ def sequences(
     if grammar is not None and request.allowed_token_ids:
         message = "allowed_token_ids: the answer's form says already which tokens may be drawn"
         raise InvalidValue(message, param="allowed_token_ids")
+    scored = list(dict.fromkeys(request.logprob_token_ids or []))
+    bounds.check_ids(scored, "logprob_token_ids")
     draws = sampling(request, tokenizer, bounds)
     ends = stop_ids(request, tokenizer, bounds)
     made: list[messages.Sequence] = []
@@ -134,6 +136,7 @@ def sequences(
                     stop_ids=ends,
                     choice=len(made),
                     logprobs=max(logprobs, -1 if request.prompt_logprobs is None else request.prompt_logprobs),
+                    scored=scored,
                     prompt_logprobs=prompt_logprobs or request.prompt_logprobs is not None,
                     grammar=grammar,
                     marks=list(marks),

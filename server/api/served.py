@@ -27,7 +27,7 @@ PARTS = ("mlx-marathon", "mlx", "mlx-lm")  # what an answer's text can depend on
 LIGHT_BYTES = 4096  # of a body that takes a millisecond or two
 HEAVY = (  # may take more
     b"response_format", b"structured_outputs", b"guided_", b"json_schema", b"grammar", b"regex", b"ebnf", b"tools",
-    b"logit_bias", b"allowed_token_ids",
+    b"logit_bias",
 )  # fmt: skip
 MAX_NOTED = 200  # names of unknown fields come from clients
 
