@@ -58,7 +58,9 @@ class Capacity:
                 # OpenAI's words first and llama.cpp's then: clients look for either to tell what has happened.
                 f"This model's maximum context length is {self.context} tokens. However, the prompt of "
                 f"{len(sequence.prompt)} tokens exceeds the available context size: at least one token of the answer "
-                "has to fit, too."
+                "has to fit, too.",
+                prompt=len(sequence.prompt),
+                context=self.context,
             )
         if self.limit and self.alone(length) > self.limit:
             raise ExceedsMemory(

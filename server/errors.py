@@ -84,6 +84,22 @@ class ContextLengthExceeded(RequestError):
 
     status, type, code, reason = 400, "invalid_request_error", "context_length_exceeded", "context_length"
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,
+        prompt: int | None = None,
+        context: int | None = None,
+    ) -> None:
+        """`prompt`, `context`: both numbers, in tokens; told under llama.cpp's names, too."""
+        super().__init__(message, param=param, retry_after=retry_after)
+        self._numbers = {} if prompt is None else {"n_prompt_tokens": prompt, "n_ctx": context}
+
+    def body(self) -> dict[str, Any]:
+        return {"error": super().body()["error"] | self._numbers}
+
 
 class ExceedsMemory(RequestError):
     """The sequence could never run within the memory limit, even alone; the message names both numbers."""

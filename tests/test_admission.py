@@ -49,6 +49,8 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers
     with pytest.raises(ContextLengthExceeded, match=r"context length is 100\b.*\b100 tokens") as caught:
         capacity(context=100).check(sequence(100))
     assert caught.value.status == 400
+    told = caught.value.body()["error"]
+    assert (told["n_prompt_tokens"], told["n_ctx"]) == (100, 100), "llama.cpp's clients read them there"
 
 
 def test_the_smaller_of_setting_and_model_is_the_context():

@@ -382,6 +382,8 @@ async def test_a_prompt_beyond_the_context_is_refused_with_both_numbers() -> Non
     async with run_server(engine(context=16)) as site:
         error = (await site.chat(stream=True)).json()["error"]
         assert error["code"] == "context_length_exceeded"
+        assert error["n_prompt_tokens"] >= error["n_ctx"] > 0
+        ErrorBody.model_validate({"error": error})
         assert "16" in error["message"]
 
 

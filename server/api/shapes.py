@@ -21,6 +21,8 @@ class Error(Shape):
     type: str = Field(description="kind of error", examples=["invalid_request_error"])
     param: str | None = Field(description="the request field at fault", examples=["messages"])
     code: str | None = Field(description="the error, for programs", examples=["invalid_value"])
+    n_prompt_tokens: int | None = Field(None, description="with context_length_exceeded: tokens of the prompt")
+    n_ctx: int | None = Field(None, description="with context_length_exceeded: tokens that the context has")
 
 
 class ErrorBody(Shape):
