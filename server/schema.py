@@ -177,7 +177,7 @@ class CalledFunction(Wire):
     )
 
 
-class ToolCall(Wire):
+class CalledTool(Wire):
     """A tool call of an earlier answer."""
 
     id: str | None = Field(None, description="id that the tool's message refers to", examples=["call_1"])
@@ -195,7 +195,7 @@ class Message(Wire):
         None, description="what is said; may be absent beside tool calls", examples=["What is the capital of France?"]
     )
     name: str | None = Field(None, description="name of the speaker, for templates that show it", examples=["Ada"])
-    tool_calls: list[ToolCall] | None = Field(None, description="calls that the assistant made")
+    tool_calls: list[CalledTool] | None = Field(None, description="calls that the assistant made")
     tool_call_id: str | None = Field(None, description="the call that a tool's message answers", examples=["call_1"])
     reasoning_content: str | None = Field(None, description="earlier reasoning, for templates that want it back")
     reasoning: str | None = Field(None, description="another name of `reasoning_content`")

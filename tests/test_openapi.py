@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from serving import engine, run_server
+import pytest
+from fake_engine import Poison
+from fastapi.openapi.utils import get_openapi
+from jsonschema import Draft202012Validator
+from serving import MODEL, USER, build, engine, run_server, tokenizer
 
 from server import messages
+from server.api import openapi
+from server.app import create_app
 from server.schema import ChatRequest, CompletionRequest
 
 GENERATION = {"200", "400", "401", "403", "404", "405", "408", "413", "429", "500", "503"}
@@ -74,3 +81,52 @@ async def test_metrics_are_prometheus_text() -> None:
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert "marathon_engine_up 1.0" in answer.text
         assert 'marathon_requests_total{endpoint="chat",outcome="stop"} 1.0' in answer.text
+
+
+STREAMS = [
+    ("/v1/chat/completions", {}),
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2, "n": 2, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {"return_token_ids": True, "timings_per_token": True, "verbose": True}),
+    ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}),
+    ("/v1/completions", {"logprobs": 2, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"echo": True, "return_token_ids": True, "timings_per_token": True, "prompt": ["a", "b"]}),
+]
+
+
+def schema_in(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Validator:
+    return Draft202012Validator({**schema, "components": document["components"]})
+
+
+@pytest.mark.parametrize(("path", "fields"), STREAMS)
+@pytest.mark.parametrize("ends", [True, False], ids=["whole", "failed"])
+async def test_every_event_of_a_stream_is_what_the_document_says(path: str, fields: dict[str, Any], ends: bool) -> None:
+    asked = {"prompt": "Say"} if path == "/v1/completions" else {"messages": USER}
+    fake = engine()
+    if not ends:
+        fake.poison |= dict.fromkeys(range(fake.vocab_size), Poison(after=3, how="fail"))
+    async with run_server(fake) as site:
+        document = (await site.client.get("/openapi.json")).json()
+        answer = await site.post(path, {"model": MODEL, "stream": True, "max_tokens": 8} | asked | fields)
+        assert answer.status_code == 200
+    event = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["itemSchema"]
+    payload = event["properties"]["data"]["anyOf"][0]["contentSchema"]
+    told = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert (told[-1] == "[DONE]") == ends
+    for data in told:
+        schema_in(document, event).validate({"data": data})
+        if data != "[DONE]":
+            schema_in(document, payload).validate(json.loads(data))
+    assert not schema_in(document, payload).is_valid({"object": "something else"})
+
+
+def test_no_two_schemas_of_the_document_share_a_name() -> None:
+    app = create_app(build(engine(), tokenizer()))
+    routes = get_openapi(title="answers", version="1", routes=app.routes)["components"]["schemas"]
+    requests = openapi.schemas(openapi.REQUESTS, "validation")
+    chunks = openapi.schemas(openapi.CHUNKS, "serialization")
+    assert not routes.keys() & requests.keys()
+    assert not chunks.keys() & requests.keys()
+    both = routes.keys() & chunks.keys()
+    assert {name: set(routes[name]["properties"]) for name in both} == {
+        name: set(chunks[name]["properties"]) for name in both
+    }

@@ -6,14 +6,14 @@ error answers of each route. Runs at start.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.api.shapes import ErrorBody
+from server.api.shapes import ChatCompletionChunk, ErrorBody, TextCompletion
 from server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 REQUESTS: list[type[BaseModel]] = [
@@ -23,6 +23,7 @@ REQUESTS: list[type[BaseModel]] = [
     DetokenizeRequest,
     TemplateRequest,
 ]
+CHUNKS: list[type[BaseModel]] = [ChatCompletionChunk, TextCompletion]
 REASONS = {
     400: "a value can't be taken, or what it asks for isn't offered",
     401: "an API key is needed",
@@ -44,25 +45,40 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": REASONS[status]} for status in every}
 
 
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
 def body(model: type[BaseModel]) -> dict[str, Any]:
     """Documentation of a body that the route reads by hand."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _reference(model)}}}}
 
 
 def streamed(chunk: type[BaseModel]) -> dict[str, Any]:
-    """Documentation of an answer that may be an event stream instead."""
-    description = f"server-sent events, each a {chunk.__name__}, then `[DONE]`"
-    return {"content": {"text/event-stream": {"schema": {"type": "string", "description": description}}}}
+    """Documentation of an answer that may be an event stream instead, event by event: `itemSchema` is OpenAPI 3.2's
+    word, which FastAPI, too, uses for streams."""
+    told = {"anyOf": [_reference(chunk), _reference(ErrorBody)]}
+    payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": told}
+    event = {
+        "description": f"each is a {chunk.__name__}, the last one [DONE]; an error ends the stream instead",
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [payload, {"const": "[DONE]"}]}},
+    }
+    return {"content": {"text/event-stream": {"itemSchema": event}}}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
     """The whole document, made once."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        _, requests = models_json_schema(
-            [(model, "validation") for model in REQUESTS], ref_template="#/components/schemas/{model}"
-        )
-        made["components"]["schemas"] |= requests["$defs"]
+        made["components"]["schemas"] |= schemas(REQUESTS, "validation") | schemas(CHUNKS, "serialization")
         app.openapi_schema = made
     return app.openapi_schema
+
+
+def schemas(models: list[type[BaseModel]], mode: Literal["validation", "serialization"]) -> dict[str, Any]:
+    """Of these models and all that they consist of, by name."""
+    _, made = models_json_schema([(model, mode) for model in models], ref_template="#/components/schemas/{model}")
+    found: dict[str, Any] = made["$defs"]
+    return found

@@ -76,7 +76,7 @@ class ChatLogprobs(Shape):
     refusal: None = None
 
 
-class CalledFunction(Shape):
+class FunctionCall(Shape):
     name: str | None = None
     arguments: str = ""
 
@@ -84,14 +84,14 @@ class CalledFunction(Shape):
 class ToolCall(Shape):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: FunctionCall
 
 
 class ToolCallDelta(Shape):
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
-    function: CalledFunction
+    function: FunctionCall
 
 
 class AnswerMessage(Shape):
