@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,21 @@ async def test_bodies_that_are_no_json_object_are_400(body: bytes) -> None:
             answer = await site.client.post(path, content=body)
             assert answer.status_code == 400
             assert ErrorBody.model_validate_json(answer.content).error.code == "invalid_value"
+
+
+@pytest.mark.parametrize("depth", [200, 400, 600, 800])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/apply-template"])
+async def test_what_is_nested_deeply_is_rendered_or_refused(path: str, depth: int) -> None:
+    nest = functools.reduce(lambda inner, _: {"a": [inner]}, range(depth // 2), {})
+    calls = [{"function": {"name": "f", "arguments": nest}}]
+    history = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": nest}}]
+    async with run_server() as site:
+        for fields in ({"tools": tools}, {"chat_template_kwargs": {"a": nest}}, {"messages": history}):
+            answer = await site.post(path, {"messages": USER, "max_tokens": 1, **fields})
+            assert answer.status_code in (200, 400), (list(fields), answer.text)
+            if answer.status_code == 400:
+                assert ErrorBody.model_validate_json(answer.content).error.code == "invalid_value"
 
 
 async def test_a_probe_may_ask_for_the_head_alone() -> None:

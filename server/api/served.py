@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TypeVar
 
-from server.errors import ModelNotFound, NotReady, StartupError
+from server.errors import InvalidValue, ModelNotFound, NotReady, StartupError
 from server.messages import Ready
 from server.metrics import Metrics
 from server.prover import Prover
@@ -39,6 +39,14 @@ def build() -> str:
     """The same for the same versions."""
     versions = [f"{part} {version(part)}" for part in PARTS]
     return "b" + hashlib.sha256("\n".join(versions).encode()).hexdigest()[:10]
+
+
+def _within_depth(work: Callable[..., Result], *arguments: object) -> Result:
+    """`work(*arguments)`. What is nested so deeply that Python can't walk through it was sent so."""
+    try:
+        return work(*arguments)
+    except RecursionError:
+        raise InvalidValue("The body is nested too deeply") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +95,12 @@ class Served:
         """`work(self, content, *more)`: what a request's body asks for. Handing it to the worker thread costs more than
         a short text takes; a schema may take long, however short it is."""
         if len(content) <= LIGHT_BYTES and not any(word in content for word in HEAVY):
-            return work(self, content, *more)
+            return _within_depth(work, self, content, *more)
         return await self.think(work, self, content, *more)
 
     async def think(self, work: Callable[..., Result], *arguments: object) -> Result:
         """`work(*arguments)` in the worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.worker, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.worker, _within_depth, work, *arguments)
 
     def note_unknown(self, endpoint: str, fields: list[str]) -> None:
         """Counts fields that nobody knows; each name is logged once."""
