@@ -20,6 +20,7 @@ from collections.abc import Callable
 from server.messages import MAX_GRAMMAR_SIZE
 
 SECONDS = 5  # for one answer; checking the largest grammar that is allowed takes a tenth
+_DEAD_END = "NoExtensionBias"  # llguidance's word for a grammar that allows no token and no end
 _START_SECONDS = 60.0  # a process that starts on a busy machine
 
 log = logging.getLogger("marathon.api")
@@ -28,11 +29,15 @@ Prove = Callable[[str], str]
 
 def fault(grammar: str) -> str:
     """What is wrong with an llguidance grammar, in its own words; empty if nothing is. In this very process."""
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE)
+    limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
-    return str(messages[0]) if wrong else ""
+    if wrong:
+        return str(messages[0])
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)  # what else it says is of its tokens
+    matcher.compute_bitmask()
+    return "no text could follow it" if _DEAD_END in matcher.get_error() else ""
 
 
 class Prover:

@@ -36,6 +36,31 @@ def test_it_says_what_the_library_says(checker):
     assert checker.fault(lark("start: ("))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: %json {"$ref": "#"}',
+        'start: %json {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#"}}}',
+        'start: start "a"',
+        r"start: /[^\s\S]/",
+    ],
+)
+def test_a_grammar_that_no_text_could_follow_is_at_fault(text):
+    assert "no text" in prover.fault(lark(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: ""',
+        "start: <[151657]> /x*/",
+        'start: %json {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}',
+    ],
+)
+def test_a_grammar_that_comes_to_an_end_is_not(text):
+    assert prover.fault(lark(text)) == ""
+
+
 def test_a_grammar_that_crashes_the_library_is_at_fault_and_the_next_is_checked(checker):
     assert "checking it fails" in checker.fault(lark(CRASHES))
     assert checker.fault(lark('start: "a"')) == ""
