@@ -14,14 +14,13 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 import server
 from server.api import chat, completions, generic_tools, health, models, openapi, tokenize
 from server.api.access import Access, Heads, refusal
-from server.api.security import Keys, Names, any_port, read_keys
+from server.api.security import Cors, Keys, Names, any_port, read_keys
 from server.api.served import Served
 from server.awake import while_busy
 from server.errors import InvalidValue, MethodNotAllowed, RequestError, UnknownUrl
@@ -92,10 +91,10 @@ def _add_middleware(app: FastAPI, served: Served) -> None:
     app.add_middleware(Keys, keys=read_keys(settings), metrics_open=is_loopback(settings.host))
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=settings.cors_origins,
             allow_origin_regex=any_port(settings.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_credentials="*" not in settings.cors_origins,  # cookies of a proxy before us: only for named pages
             allow_headers=["*"],  # answered with the names that were asked for: `*` alone wouldn't cover Authorization
             allow_private_network=True,

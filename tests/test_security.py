@@ -12,6 +12,7 @@ from serving import MODEL, Site, engine, run_server, settings
 
 from server import logs
 from server.api.security import hostname, read_keys
+from server.api.shapes import ErrorBody
 from server.errors import StartupError
 from server.settings import is_loopback, load
 
@@ -140,12 +141,23 @@ async def test_a_named_origin_is_let_in(origins: str) -> None:
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] in ("*", "http://localhost:3000")
         assert "authorization" in answer.headers["access-control-allow-headers"]
-        assert answer.headers["access-control-allow-methods"] == "GET, POST"
+        assert answer.headers["access-control-allow-methods"] == "GET, HEAD, POST"
         assert ("access-control-allow-credentials" in answer.headers) == (origins != "*"), "only for named pages"
         refused = await site.client.get("/v1/models", headers={"Origin": "http://localhost:3000"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"], "a browser may read why"
         assert await status(site, Origin="http://evil.example", **KEY) == (200 if origins == "*" else 403)
+
+
+async def test_a_preflight_for_a_method_that_nothing_takes_has_the_error_body() -> None:
+    async with run_server(cors_origins="http://localhost:3000") as site:
+        for method, wanted in (("GET", 200), ("HEAD", 200), ("POST", 200), ("DELETE", 400), ("BREW", 400)):
+            asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": method}
+            answer = await site.client.options("/v1/models", headers=asked)
+            assert answer.status_code == wanted
+            assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+            if wanted == 400:
+                assert ErrorBody.model_validate_json(answer.content).error.code == "invalid_value"
 
 
 async def test_an_origin_may_leave_its_port_open_and_nothing_else() -> None:

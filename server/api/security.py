@@ -13,10 +13,12 @@ import re
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.access import refusal
-from server.errors import Forbidden, InvalidApiKey, StartupError
+from server.errors import Forbidden, InvalidApiKey, InvalidValue, StartupError
 from server.settings import Settings
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health"})
@@ -81,6 +83,18 @@ class Keys:
         # Every key is compared, each in constant time: the answer's timing says nothing about any of them.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
         return any(matches)
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, but a preflight that is refused has the body that every error has."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        error = InvalidValue(bytes(response.body).decode())
+        headers = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+        return JSONResponse(error.body(), error.status, headers)
 
 
 def digest(key: str) -> bytes:
