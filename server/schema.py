@@ -82,6 +82,10 @@ def _string_or_object(value: Any) -> str | None:
     return "#string" if isinstance(value, str) else "#object" if isinstance(value, dict) else None
 
 
+def _object_or_bool(value: Any) -> str | None:
+    return "#object" if isinstance(value, dict) else "#bool" if isinstance(value, bool) else None
+
+
 def _by(kind: Any, wanted: str) -> Discriminator:
     return Discriminator(kind, custom_error_type="wrong_type", custom_error_message=f"Input should be {wanted}")
 
@@ -165,6 +169,12 @@ Arguments = Annotated[
 SchemaOrText = Annotated[
     Annotated[str, Tag("#string")] | Annotated[dict[str, Any], Tag("#object")],
     _by(_string_or_object, "a JSON schema as an object or as text"),
+]
+
+
+Schema = Annotated[
+    Annotated[dict[str, Any], Tag("#object")] | Annotated[bool, Tag("#bool")],
+    _by(_object_or_bool, "a JSON schema as an object"),
 ]
 
 
@@ -261,7 +271,7 @@ class JsonSchema(Wire):
 
     name: str | None = Field(None, description="name of the format", examples=["city"])
     description: str | None = Field(None, description="what it is for")
-    schema_: dict[str, Any] | bool = Field(
+    schema_: Schema = Field(
         alias="schema", description="the JSON schema; the answer follows it", examples=[{"type": "object"}]
     )
     strict: bool | None = Field(None, description="the schema is followed with and without it")
@@ -272,7 +282,7 @@ class ResponseFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="kind of format", examples=["json_object"])
     json_schema: JsonSchema | None = Field(None, description="required for `json_schema`")
-    schema_: dict[str, Any] | bool | None = Field(
+    schema_: Schema | None = Field(
         None, alias="schema", description="for `json_object`: a JSON schema (llama.cpp's form)"
     )
 

@@ -233,6 +233,12 @@ def test_every_wrong_key_of_a_bias_is_named() -> None:
         policy.check_chat(chat(logit_bias={"bad1": 1, "bad2": 1, "3": 1}), settings())
 
 
+def test_a_bias_of_an_id_with_thousands_of_digits_is_refused() -> None:
+    for bias in ({"9" * 5000: 1}, [[int("9" * 4000), 1]], {"0" * 5000: 1}):
+        with pytest.raises(InvalidValue, match="no token id"):
+            policy.check_chat(chat(logit_bias=bias), settings())
+
+
 @pytest.mark.parametrize(
     ("fields", "kind"),
     [
@@ -299,3 +305,12 @@ def test_validation_faults_speak_of_one_branch_of_a_union() -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": [1, 2, "x"]})
     assert len(caught.value.errors()) == 1
+
+
+@pytest.mark.parametrize(
+    "form", [{"type": "json_schema", "json_schema": {"schema": []}}, {"type": "json_object", "schema": 5}]
+)
+def test_a_schema_of_a_wrong_type_is_named_by_its_field(form: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        body.validate(ChatRequest, json.dumps({"messages": USER, "response_format": form}).encode())
+    assert str(caught.value.param).endswith("schema")

@@ -14,6 +14,7 @@ from server.errors import InvalidValue, UnsupportedParameter
 from server.schema import ChatRequest, CompletionRequest, Generation, Message, Tool
 from server.settings import Settings
 
+MAX_DIGITS = 20  # of a token id
 REFUSED = {
     "audio": "Audio isn't offered",
     "web_search_options": "Web search isn't offered",
@@ -94,7 +95,7 @@ def _check_common(request: Generation, settings: Settings) -> None:
         raise InvalidValue("logprob_token_ids needs `logprobs`", param="logprob_token_ids")
     if request.stream and request.prompt_logprobs is not None:
         raise UnsupportedParameter("prompt_logprobs aren't offered in streams", param="prompt_logprobs")
-    if wrong := [key[:50] for key in request.logit_bias or {} if not (key.isascii() and key.isdigit())]:
+    if wrong := [key[:50] for key in request.logit_bias or {} if not _is_id(key)]:
         raise InvalidValue(f"logit_bias: {', '.join(map(repr, wrong[:20]))}: no token id", param="logit_bias")
 
 
@@ -102,6 +103,11 @@ def _check_unoffered(request: Generation, unoffered: dict[str, tuple[Any, ...]])
     for name, neutral in unoffered.items():
         if (value := getattr(request, name)) is not None and value not in neutral:
             raise UnsupportedParameter(f"`{name}` isn't offered", param=name)
+
+
+def _is_id(key: str) -> bool:
+    """Digits, and no more of them than Python turns into a number."""
+    return key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS
 
 
 def _at_most(limit: int, asked: int, param: str, what: str) -> None:
