@@ -26,14 +26,14 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server import logs
-from server.api.sse import ABORT
+from server.api.access import ABORT
 from server.errors import Draining, InvalidValue, NotReady, StartupError
 from server.messages import Ready
 from server.settings import Settings
 from server.supervisor import Supervisor
 
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep a connection, so that none is closed under a request
-CLOSE_SECONDS = 5  # for the last bytes of answers, once nothing generates any more
+CLOSE_SECONDS = 3  # for the last bytes of requests and answers, once nothing generates any more
 
 log = logging.getLogger("marathon")
 

@@ -20,6 +20,7 @@ from serving import MODEL, USER, Site, engine, payloads, run_server, says
 from server import lifecycle
 from server.errors import StartupError
 
+READS_NOTHING = json.dumps({"messages": USER, "stream": True, "n": 8, "logprobs": True, "top_logprobs": 2}).encode()
 LONG = says("word", stop=False)
 
 
@@ -69,6 +70,29 @@ async def test_what_is_left_at_the_deadline_ends_with_an_error_event() -> None:
         events = await asyncio.wait_for(task, 5)
         assert 0.2 < time.monotonic() - began < 3
         assert events[-1]["error"]["code"] == "draining"
+
+
+async def test_who_neither_sends_nor_reads_to_the_end_does_not_hold_up_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = engine(say=says("a long word " * 50, stop=False), step_seconds=0.0, context=10**9)
+    answers = []
+    async with run_server(fake, drain_seconds=1) as site:
+        for body, whole in ((b"{", 500), (READS_NOTHING, len(READS_NOTHING))):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(site.url.rpartition(":")[2]), limit=1024)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {whole}\r\n\r\n"
+            writer.write(head.encode() + body)
+            answers.append((reader, writer))
+        await site.until(lambda: bool(fake.rows))
+        await asyncio.sleep(1)  # its buffers fill up
+        began = time.monotonic()
+    assert time.monotonic() - began < 1 + lifecycle.CLOSE_SECONDS + 1
+    refused = await answers[0][0].read()
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b'"code":"draining"' in refused
+    for _, writer in answers:
+        writer.transport.abort()
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_second_signal_ends_at_once() -> None:

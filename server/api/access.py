@@ -6,6 +6,7 @@ generation is put into `Record.facts` by the route that knows it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -19,12 +20,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import InternalError, RequestError
+from server.errors import Draining, InternalError, RequestError
 
 access_log = logging.getLogger("marathon.access")
 log = logging.getLogger("marathon.api")
 
 KEY = "marathon.record"
+ABORT = "marathon.abort"  # in a request's scope, from the server: cuts the connection
 QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -56,6 +58,14 @@ def refusal(scope: Scope, error: RequestError, headers: Mapping[str, str] | None
     """The answer with the error's status and body; the error is noted in the record."""
     record_of(scope).error = error
     return JSONResponse(error.body(), error.status, {**(headers or {}), **error.headers()})
+
+
+async def cut(scope: Scope, receive: Receive) -> None:
+    """Ends a connection whose buffer nobody empties."""
+    if ABORT in scope:
+        scope[ABORT]()
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
 
 def request_id(headers: Headers) -> str:
@@ -100,6 +110,10 @@ class Access:
             await self._app(scope, receive, stamped)
         except ClientDisconnect:
             record.facts["finish"] = "client left"
+        except asyncio.CancelledError:  # the server has ended, and this one was neither sent nor read to its end
+            if record.status:
+                return await cut(scope, receive)
+            await refusal(scope, Draining("The server is shutting down."))(scope, receive, stamped)
         except Exception:
             if record.status:
                 raise  # the answer has begun: uvicorn logs the fault and cuts the connection

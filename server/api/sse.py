@@ -16,12 +16,11 @@ import msgspec
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
-from server.api.access import record_of
+from server.api.access import cut, record_of
 from server.live import Live
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
-ABORT = "marathon.abort"  # in a request's scope, from the server: cuts the connection
 
 encode = msgspec.json.Encoder().encode
 
@@ -50,7 +49,7 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
             record_of(scope).facts["finish"] = "reader too slow"
-            await _cut(scope, receive)
+            await cut(scope, receive)
         finally:
             self._live.close()  # the frames close it too, but a client may leave before the first of them
 
@@ -63,11 +62,3 @@ class EventStream(EventSourceResponse):
         while time.monotonic() - self._sending_since < self._patience:
             await anyio.sleep(self._patience / 4)
         raise SendTimeoutError
-
-
-async def _cut(scope: Scope, receive: Receive) -> None:
-    """Ends a connection whose buffer nobody empties."""
-    if ABORT in scope:
-        scope[ABORT]()
-        while (await receive())["type"] != "http.disconnect":
-            pass
