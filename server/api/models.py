@@ -1,7 +1,7 @@
 """GET /v1/models and /v1/models/{id}.
 
-Owns what is said about the served model. Runs on the event loop; never asks the network or the disk. Until the model
-has been loaded once there is none to list: clients take a listed model for one that answers.
+Owns what is said about the served model. Runs on the event loop; never asks the network or the disk. The model is
+listed from the first moment on: requests wait until it has been loaded.
 """
 
 from __future__ import annotations
