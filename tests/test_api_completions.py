@@ -253,6 +253,16 @@ async def test_detokenize_undoes_tokenize() -> None:
         assert body == {"content": "<|im_start|>a b c", "prompt": "<|im_start|>a b c"}
 
 
+async def test_detokenize_takes_every_id_that_the_model_may_draw_and_no_other() -> None:
+    fake = engine()
+    async with run_server(fake) as site:
+        assert (await site.post("/detokenize", {"tokens": [fake.vocab_size - 1]})).status_code == 200
+        refused = await site.post("/detokenize", {"tokens": [*ABC, fake.vocab_size]})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "tokens"
+        assert str(fake.vocab_size) in refused.json()["error"]["message"]
+
+
 async def test_detokenize_answers_vllms_clients_who_name_the_model_as_vllm_does() -> None:
     async with run_server() as site:
         answer = await site.post("/detokenize", {"model": MODEL, "tokens": ABC})

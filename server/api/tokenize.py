@@ -134,5 +134,7 @@ def _piece(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
 def decode(served: Served, content: bytes) -> dict[str, Any]:
     request = body.validate(DetokenizeRequest, content)
     served.check_model(request.model)
+    if known := served.supervisor.known:  # whoever asks before there is an engine may ask for any id
+        Bounds.of(known, served.settings).check_ids(request.tokens, "tokens")
     text = served.tokenizer.decode(request.tokens, special=True)
     return {"prompt": text} if request.model is not None else {"content": text, "prompt": text}
