@@ -106,7 +106,7 @@ def _check_unoffered(request: Generation, unoffered: dict[str, tuple[Any, ...]])
 
 
 def _is_id(key: str) -> bool:
-    """Digits, and no more of them than Python turns into a number."""
+    """Digits, and few enough for any number of 64 bits; Python refuses to read thousands of them."""
     return key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS
 
 
