@@ -15,7 +15,7 @@ from statistics import linear_regression
 from time import monotonic
 
 from loadtests import process_tree
-from loadtests.harness import Server
+from loadtests.harness import REST_SECONDS, Server
 from loadtests.listener import Account, ask, completion
 from loadtests.scene import Findings, Scene, leftovers
 
@@ -24,7 +24,6 @@ AT_ONCE = 24  # clients of the mode disconnects
 LEVEL_SHARE = 0.02  # growth of a process's memory over the last half that counts as level
 PREFIXES = "16MiB"  # of earlier prompts' KV: full long before the last half, so that keeping more isn't growth
 LEVEL_BYTES = 4 << 20  # the same, for noise of small processes
-REST_SECONDS = 2.0  # until an idle engine has dropped its pool: memory is weighed at rest
 
 
 # ---------------------------------------------------------------- the server leaves

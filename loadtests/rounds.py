@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
-from loadtests.harness import Failed
+from loadtests.harness import REST_SECONDS, Failed
 from loadtests.ledger import Bar, Figures, Ledger, Verdict, judge, number
 from loadtests.models import obtain, words
 from loadtests.subjects import NAMES, Subject, opened
@@ -76,7 +76,7 @@ class Plan:
 
 
 def memory_bars(model: str) -> list[Bar]:
-    label = f"memory of the {model} server after each round ÷ after the first"
+    label = f"memory of the {model} server at rest after each round ÷ after the first"
     return [Bar(label, lambda one: one["marathon"]["growth"], "≤", 1.15, worst=True)]
 
 
@@ -132,6 +132,7 @@ class Stage:
             return None
 
     def _weigh(self, turn: int, subjects: dict[str, Subject]) -> None:
+        sleep(REST_SECONDS)  # whoever worked last would be weighed with what its work takes
         found: dict[str, Figures] = {}
         for name, subject in subjects.items():
             now = subject.memory_bytes()
