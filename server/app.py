@@ -44,8 +44,8 @@ def create_app(served: Served) -> FastAPI:
     )
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     for prefix in ("/v1", ""):  # the latter for clients whose base URL lacks it
-        for protocol in (chat, completions, models):
-            app.include_router(protocol.routes(served, prefix), include_in_schema=bool(prefix))
+        for routes in (chat.routes, completions.routes, models.routes, tokenize.counting):
+            app.include_router(routes(served, prefix), include_in_schema=bool(prefix))
     app.include_router(tokenize.routes(served))
     app.include_router(health.routes(served))
     _add_handlers(app)

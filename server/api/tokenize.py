@@ -21,7 +21,6 @@ from server.errors import InvalidValue
 from server.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
 from server.tokenizer import Tokenizer
 
-COUNT = "/v1/chat/completions/input_tokens"
 CHAT_FIELDS = ("messages", *Rendering.model_fields)
 
 
@@ -50,13 +49,6 @@ def routes(served: Served) -> APIRouter:
         content = await body.read(http, served.settings.max_body_bytes)
         return await served.think(apply, served, content)
 
-    @router.post(COUNT.removeprefix("/v1"), response_model=Counted, include_in_schema=False)
-    @router.post(COUNT, response_model=Counted, responses=errors(400, 404, 413), openapi_extra=documented(ChatRequest))
-    async def input_tokens(http: Request) -> Any:
-        """How many tokens the prompt of a chat has."""
-        content = await body.read(http, served.settings.max_body_bytes)
-        return await served.think(count, served, content)
-
     @router.post(
         "/detokenize",
         response_model=Text,
@@ -73,6 +65,23 @@ def routes(served: Served) -> APIRouter:
     async def tokenizer_info() -> dict[str, Any]:
         """What the model's files say about its tokenizer, chat template included."""
         return served.tokenizer.info
+
+    return router
+
+
+def counting(served: Served, prefix: str) -> APIRouter:
+    router = APIRouter(prefix=prefix, tags=["tokens"])
+
+    @router.post(
+        "/chat/completions/input_tokens",
+        response_model=Counted,
+        responses=errors(400, 404, 413),
+        openapi_extra=documented(ChatRequest),
+    )
+    async def input_tokens(http: Request) -> Any:
+        """How many tokens the prompt of a chat has."""
+        content = await body.read(http, served.settings.max_body_bytes)
+        return await served.think(count, served, content)
 
     return router
 
