@@ -59,8 +59,7 @@ class Capacity:
                 f"This model's maximum context length is {self.context} tokens. However, the prompt of "
                 f"{len(sequence.prompt)} tokens exceeds the available context size: at least one token of the answer "
                 "has to fit, too.",
-                prompt=len(sequence.prompt),
-                context=self.context,
+                numbers={"n_prompt_tokens": len(sequence.prompt), "n_ctx": self.context},  # llama.cpp's names
             )
         if self.limit and self.alone(length) > self.limit:
             raise ExceedsMemory(

@@ -25,6 +25,7 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -44,6 +45,7 @@ class RequestError(MarathonError):
         type, code: OpenAI's machine-readable names.
         param: the request field at fault, or None.
         retry_after: seconds, sent as `Retry-After`, or None.
+        numbers: what the message says, for programs: further members of the error object.
         reason: label of `marathon_requests_rejected_total`.
     """
 
@@ -52,15 +54,24 @@ class RequestError(MarathonError):
     code: ClassVar[str] = "internal_error"
     reason: ClassVar[str] = "invalid"
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.numbers = numbers or {}
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error object: `{"error": {message, type, param, code}}`."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        """The OpenAI error object: `{"error": {message, type, param, code}}`, and the numbers there are."""
+        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**told, **self.numbers}}
 
     def headers(self) -> dict[str, str]:
         """Response headers that belong to the error."""
@@ -83,22 +94,6 @@ class ContextLengthExceeded(RequestError):
     """Prompt and answer don't fit the model's context; the message names both numbers."""
 
     status, type, code, reason = 400, "invalid_request_error", "context_length_exceeded", "context_length"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after: int | None = None,
-        prompt: int | None = None,
-        context: int | None = None,
-    ) -> None:
-        """`prompt`, `context`: both numbers, in tokens; told under llama.cpp's names, too."""
-        super().__init__(message, param=param, retry_after=retry_after)
-        self._numbers = {} if prompt is None else {"n_prompt_tokens": prompt, "n_ctx": context}
-
-    def body(self) -> dict[str, Any]:
-        return {"error": super().body()["error"] | self._numbers}
 
 
 class ExceedsMemory(RequestError):
