@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_name("attend.cu")
 LONGEST = 8192  # keys; one block a head reads them all, and beyond that several would be quicker
 MANY = 1024  # keys that are worth the largest block
 THREADS = {False: 256, True: 1024}
-LOAD = 16  # bytes that a thread reads at once
+HEAD_BYTES = frozenset({16, 32, 64, 128, 256, 512})  # 16 for each of 1, 2, 4 … 32 threads
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}  # of values of a normal distribution
 
 log = logging.getLogger("marathon.engine")
@@ -59,14 +59,9 @@ def fits(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) ->
         return False
     if not queries.dtype == keys.dtype == values.dtype or queries.dtype not in TOLERANCE:
         return False
-    if values.shape[3] != dim or heads % keys.shape[1] or not _is_shared_evenly(dim * queries.dtype.size):
+    if values.shape[3] != dim or heads % keys.shape[1] or dim * queries.dtype.size not in HEAD_BYTES:
         return False
     return mask.shape[0] in (1, rows) and mask.shape[1] in (1, heads) and mask.shape[2:] == (1, length)
-
-
-def _is_shared_evenly(size: int) -> bool:
-    """Whether a head of `size` bytes falls to 1, 2, 4 … 32 threads."""
-    return size % LOAD == 0 and size // LOAD in (1, 2, 4, 8, 16, 32)
 
 
 def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, scale: float) -> mx.array:

@@ -41,12 +41,12 @@ def hidden_gpu() -> str:
     """
     for package in CUDA_PACKAGES:
         try:
-            files = distribution(package).files or []
+            found = distribution(package)
         except PackageNotFoundError:
             continue
-        for file in files:
+        for file in found.files or []:
             if file.name == "libmlx.so" and Path(str(file.locate())).stat().st_size != file.size:
-                mend = f"pip install --force-reinstall --no-deps {package}=={version(package)}"
+                mend = f"pip install --force-reinstall --no-deps {package}=={found.version}"
                 return f"another package's library lies in the place of {package}'s; `{mend}` mends that"
     return ""
 

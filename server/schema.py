@@ -431,6 +431,11 @@ class Generation(Wire):
     lora_path: Any = Field(None, description=UNOFFERED)
     user: Any = Field(None, description=IGNORED)
 
+    @property
+    def shows_special(self) -> bool:
+        """Whether the answer's text shows special tokens."""
+        return self.skip_special_tokens is False
+
 
 class ChatRequest(Generation):
     """Body of POST /v1/chat/completions."""

@@ -108,7 +108,7 @@ def _text(
         tools=wish.for_template,
         reasoning=prompt.reasoning,
         continues=bool(request.continue_final_message),
-        show_special=request.skip_special_tokens is False,
+        show_special=request.shows_special,
     )
 
 

@@ -76,8 +76,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
         grammar=_constraint(request, served),
     )
     stops = [stop for stop in request.stop or [] if stop]
-    shown = request.skip_special_tokens is False
-    ends = made[0].stop_ids
+    shown, ends = request.shows_special, made[0].stop_ids
     texts = [TextState(served.tokenizer, stops=stops, stop_ids=ends, chat=False, show_special=shown) for _ in made]
     read = [text if ids is all_ids else ids for text, ids, all_ids in zip(given, prompts, whole, strict=True)]
     form = _form(request, served, [_spelled(p, served.tokenizer) for p in read for _ in range(request.n or 1)])
@@ -127,8 +126,7 @@ def _form(request: CompletionRequest, served: Served, prompts: list[str]) -> Com
         "system_fingerprint": served.build,
     }
     extras = Extras.of(request, request.logprobs)
-    shown = request.skip_special_tokens is False
-    return CompletionForm(head, served.tokenizer, extras, prompts if request.echo else None, shown)
+    return CompletionForm(head, served.tokenizer, extras, prompts if request.echo else None, request.shows_special)
 
 
 @dataclass(slots=True)
