@@ -293,8 +293,9 @@ async def test_the_stump_of_a_forced_call_is_no_content() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": []}, "tool_choice"),
         (
             {"tool_choice": "required", "tools": [TOOL], "structured_outputs": {"regex": "a"}},
             "structured_outputs.regex",
@@ -313,6 +314,21 @@ async def test_a_tool_choice_that_makes_no_sense_is_refused(fields: dict[str, An
         answer = await site.chat(**fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": None}], ids=str)
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+async def test_a_tool_choice_that_asks_for_nothing_needs_no_tools(fields: dict[str, Any], choice: str | None) -> None:
+    fake = engine()
+    async with run_server(fake) as site:
+        assert (await site.chat()).status_code == 200
+        assert (await site.chat(tool_choice=choice, **fields)).status_code == 200
+        assert (await site.stream_chat(tool_choice=choice, **fields))[-1] == "[DONE]"
+        prompts = [submit.sequence.prompt for submit in fake.submits]
+        assert prompts == prompts[:1] * 3
+        body = {"messages": USER, "tool_choice": choice, **fields}
+        counted = await site.post("/v1/chat/completions/input_tokens", body)
+        assert counted.json()["input_tokens"] == len(prompts[0])
 
 
 async def test_a_history_of_calls_is_read() -> None:
