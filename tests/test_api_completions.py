@@ -47,13 +47,6 @@ async def test_a_stream_says_the_same_as_the_plain_answer() -> None:
         assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]] == ["stop"]
 
 
-async def test_the_last_token_and_the_end_are_one_chunk() -> None:
-    async with run_server(engine(step_seconds=0.01)) as site:
-        *_, last, _done = await site.stream_text(max_tokens=3)
-        assert last["choices"][0]["finish_reason"] == "length"
-        assert last["choices"][0]["text"]
-
-
 @pytest.mark.parametrize("prompt", ["a b c", ABC], ids=["text", "ids"])
 async def test_text_and_its_ids_are_the_same_prompt(prompt: Any) -> None:
     fake = engine()

@@ -48,7 +48,8 @@ class ChatForm:
         self._after_choice = b'}],"usage":null}\n\n' if extras.usage else b"}]}\n\n"
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
-        """The role comes with the first news; the reason for the end with the last piece."""
+        """The role comes with the first news. The reason for the end has a chunk of its own after the last piece, as
+        OpenAI sends it: some clients take no text from a chunk that has a reason."""
         if self._hidden:
             pieces = [piece for piece in pieces if not isinstance(piece, self._hidden)]
         if not (pieces or choice.finish or (choice.text.tokens and not choice.begun)):
@@ -58,10 +59,10 @@ class ChatForm:
             choice.begun = True
             data = self._chunk(choice, ROLE, None, b"null", begins=True)
             data += self._chunk(choice, delta_of(Content(self._echo)), None, b"null") if self._echo else b""
-        deltas = [delta_of(piece) for piece in pieces] or ([b"{}"] if choice.finish else [])
-        for number, delta in enumerate(deltas, 1):
-            finish = choice.finish if number == len(deltas) else None
-            data += self._chunk(choice, delta, finish, self._scores(choice))
+        for piece in pieces:
+            data += self._chunk(choice, delta_of(piece), None, self._scores(choice))
+        if choice.finish:
+            data += self._chunk(choice, b"{}", choice.finish, self._scores(choice))
         return data
 
     def _chunk(

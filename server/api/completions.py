@@ -146,13 +146,16 @@ class CompletionForm:
     lists: dict[int, Lists] = field(default_factory=dict)
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
+        """The reason for the end has a chunk of its own, as in a chat."""
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-        begins = not choice.begun and bool(choice.text.tokens)
-        if not (text or choice.finish or (begins and self.echo)):
-            return b""
+        begins = not choice.begun and bool(choice.text.tokens or choice.finish)
+        data = self._chunk(choice, text, None) if text or (begins and self.echo) else b""
+        return data + self._chunk(choice, "", choice.finish) if choice.finish else data
+
+    def _chunk(self, choice: Choice, text: str, finish: str | None) -> bytes:
         prompt = {} if choice.begun else self.extras.prompt_ids(choice)
         usage = usage_so_far(choice, choice.text.tokens) if self.extras.each_usage else None
-        made = self._choice(choice, text) | prompt | self.extras.ids(choice)
+        made = self._choice(choice, text, finish) | prompt | self.extras.ids(choice)
         more = ({"usage": usage} if self.extras.usage else {}) | self.extras.times(choice)
         return event(self.head | {"choices": [made]} | more)
 
@@ -162,7 +165,7 @@ class CompletionForm:
         return event(self.head | {"choices": [], "usage": usage} | self.extras.times(choices[0]))
 
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        made = [self._choice(choice, choice.answer.content) | self._more(choice) for choice in choices]
+        made = [self._choice(choice, choice.answer.content, choice.finish) | self._more(choice) for choice in choices]
         return self.head | {"choices": made, "usage": usage} | self.extras.times(choices[0])
 
     def _more(self, choice: Choice) -> dict[str, Any]:
@@ -170,18 +173,18 @@ class CompletionForm:
         nothing = {"prompt_logprobs": scores, "prompt_token_ids": None, "token_ids": None}
         return nothing | self.extras.prompt_ids(choice) | self.extras.ids(choice)
 
-    def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
+    def _choice(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
         scores = self._scores(choice) if self.extras.top_logprobs is not None else None
         if not choice.begun and self.echo is not None:
             text = self.echo[choice.index] + text
         choice.begun = True
-        return {"index": choice.index, "text": text, "logprobs": scores, "finish_reason": choice.finish}
+        return {"index": choice.index, "text": text, "logprobs": scores, "finish_reason": finish}
 
     def _new_lists(self) -> Lists:
         count, spell = self.extras.top_logprobs or 0, self.extras.spelling(self.tokenizer)
         return Lists(self.tokenizer, count, spell, shows_special=self.shows_special)
 
-    def _scores(self, choice: Choice) -> dict[str, Any] | None:
+    def _scores(self, choice: Choice) -> dict[str, Any]:
         lists = self.lists.setdefault(choice.index, self._new_lists())
         scored = choice.take_scored()
         if not choice.begun and self.echo is not None:
