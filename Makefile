@@ -45,6 +45,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 # Long runs; none of them is part of `make test`.
 soak: install

@@ -17,11 +17,19 @@ LONGEST_PROMPT = 40  # tokens
 def main(arguments: list[str]) -> None:
     folder, rows, length = Path(arguments[0]), int(arguments[1]), int(arguments[2])
     loaded = model.load(folder, trust_remote_code=False, probe=None, on_stage=lambda stage: None)
-    facts = dict.fromkeys(("model_type", "quantization", "device", "mlx", "mlx_lm"), "")
     ready = messages.Ready(
-        epoch=1, pid=0, load_seconds=0, probe=loaded.probe, context=loaded.context, weights_bytes=loaded.weights_bytes,
-        **facts,
-    )  # fmt: skip
+        epoch=1,
+        pid=0,
+        load_seconds=0,
+        probe=loaded.probe,
+        context=loaded.context,
+        weights_bytes=loaded.weights_bytes,
+        model_type="",
+        quantization="",
+        device="",
+        mlx="",
+        mlx_lm="",
+    )
     capacity = Capacity(ready, None, rows)
     print(capacity.weights + capacity.peak(LONGEST_PROMPT) + rows * (capacity.cost(length) + capacity.largest(length)))
 

@@ -250,7 +250,8 @@ async def mates_speed(url: str, mates: int, tokens: int, schema: Schema | None) 
             if reading.done():
                 raise harness.Failed("the row beside ended too early")
             reading.cancel()
-        return sum(answer.json()["usage"]["completion_tokens"] for answer in answers) / seconds
+        tokens_read: int = sum(answer.json()["usage"]["completion_tokens"] for answer in answers)
+        return tokens_read / seconds
 
 
 async def _drain(lines: Any) -> None:

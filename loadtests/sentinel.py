@@ -15,6 +15,7 @@ import select
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from time import monotonic, sleep
 
@@ -117,13 +118,18 @@ class Sentinel:
         return failures + judge(self.samples, self.deaths)
 
 
+def is_down(pid: int, sample: Sample) -> bool:
+    """Whether health admits that the engine of this pid is gone, or still speaks of it."""
+    return not sample.health or sample.pid == pid
+
+
 def judge(samples: Sequence[Sample], deaths: dict[int, float]) -> list[str]:
     """Between an engine's end and the first sign of the next, all must say down; while one lives and was said to be
     up, all must say up."""
     problems = []
     for pid, died in deaths.items():
         later = [s for s in samples if s.sent > died + DEAD_SECONDS]
-        down = list(takewhile(lambda s, pid=pid: not s.health or s.pid == pid, later))
+        down = list(takewhile(partial(is_down, pid), later))
         if len(down) < len(later):
             down = down[:-1]  # the next engine may have come while it was asked
         for s in down:

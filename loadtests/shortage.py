@@ -119,8 +119,9 @@ async def preempt_long(scene: Scene) -> Findings:
 async def _crowded(scene: Scene, rows: int, tokens: int) -> Findings:
     bodies = [completion(prompt(scene.rng.choice((10, 20, 40)), scene.rng), tokens) for _ in range(rows)]
     limit = await asyncio.to_thread(room_for, scene.model, ROOM, 40 + tokens)
+    readings: list[float] = []
     with scene.server(memory_limit=limit, max_rows=32, queue_limit=rows - rows // 8) as server:
-        scale = asyncio.create_task(_weigh(server, readings := []))
+        scale = asyncio.create_task(_weigh(server, readings))
         accounts = await asyncio.gather(*(ask(server.port, body) for body in bodies))
         scale.cancel()
         findings = scene.findings(server, "requests", rows)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import HELLO, MODEL, USER, engine, run_server, says, tokenizer
 
-from server import messages
 from server.api.answer import Scored
 from server.api.logprobs import Lists
 from server.api.shapes import Text, TextCompletion, Tokens
@@ -213,7 +212,7 @@ async def test_echo_with_logprobs_asks_for_the_prompts_scores() -> None:
         assert (sequence.prompt_logprobs, sequence.logprobs) == (False, 2)
         task = site.complete("a b c", echo=True, logprobs=0, max_tokens=0, stream=True)
         await task
-        sequence: messages.Sequence = fake.submits[-1].sequence
+        sequence = fake.submits[-1].sequence
         assert (sequence.prompt_logprobs, sequence.logprobs, sequence.max_tokens) == (True, 0, 0)
 
 

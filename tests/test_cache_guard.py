@@ -4,6 +4,7 @@ import functools
 import logging
 import types
 from collections import OrderedDict, deque, namedtuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,6 +62,16 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Bag:
+    """Anything that a cache may be: members of any name."""
+
+    a: Any
+    b: Any
+    late: Any
+    me: Any
+    ring: Any
+    row: Any
+    slotted: Any
+
     def __init__(self, **parts):
         vars(self).update(parts)
 
@@ -195,7 +206,7 @@ def test_an_older_mlx_finds_and_counts_the_same(monkeypatch):
 
 
 def test_the_census_names_layer_class_and_field():
-    caches = [KVCache(), ArraysCache(1, [0]), CacheList(KVCache(), ArraysCache(1, [0])), Hidden()]
+    caches: list[Any] = [KVCache(), ArraysCache(1, [0]), CacheList(KVCache(), ArraysCache(1, [0])), Hidden()]
     settle(caches)
     assert census(caches) == []
     for _ in range(10):

@@ -1,0 +1,181 @@
+"""Measures the shape of the code and holds it to the bounds of the house style.
+
+`python scripts/shape.py` prints one line a figure, its bound and what exceeds it, and exits with 1 when a bound is
+missed. Reads source files as text and runs none of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+ROOT = Path(__file__).parent.parent
+PARTICIPLE = re.compile(r"[a-z](ed|wn|ung|ept)$")
+NOUNS = {"Speed", "Feed", "Seed", "Need"}  # these end like a participle and are none
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Node = TypeVar("Node", bound=ast.AST)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured figure: its name, its value, the largest value allowed, and where to look."""
+
+    name: str
+    value: float
+    bound: float
+    places: list[str] = field(default_factory=list)
+
+    @property
+    def is_met(self) -> bool:
+        return self.value <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    path: Path
+    lines: int
+    tree: ast.Module
+
+    @classmethod
+    def read(cls, path: Path) -> Source:
+        text = path.read_text(encoding="utf-8")
+        return cls(path, text.count("\n"), ast.parse(text))
+
+    @property
+    def name(self) -> str:
+        return self.path.relative_to(ROOT).as_posix()
+
+    def nodes(self, kind: type[Node]) -> list[Node]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, kind)]
+
+    def functions(self) -> list[Function]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+
+    def classes(self) -> list[ast.ClassDef]:
+        return self.nodes(ast.ClassDef)
+
+
+def sources(folder: str) -> list[Source]:
+    return [Source.read(path) for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def length(function: Function) -> int:
+    """Lines from `def` to the end, a docstring not counted."""
+    first = function.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if documented else 0
+    return (function.end_lineno or function.lineno) - function.lineno + 1 - docstring
+
+
+def rate(code: list[Source], found: list[str]) -> float:
+    """Occurrences in a thousand lines."""
+    return round(1000 * len(found) / sum(source.lines for source in code), 1)
+
+
+def folders(code: list[Source]) -> Iterator[Figure]:
+    counts = Counter(source.path.parent for source in code)
+    top = counts.pop(ROOT / "server", 0)
+    yield Figure("files at the top of server/", top, 12)
+    largest, count = counts.most_common(1)[0] if counts else (ROOT, 0)
+    yield Figure("files in the largest folder", count, 25, [largest.relative_to(ROOT).as_posix()])
+
+
+def functions(code: list[Source]) -> Iterator[Figure]:
+    lengths = sorted((length(node), f"{s.name}:{node.lineno} {node.name}") for s in code for node in s.functions())
+    values = [value for value, _ in lengths]
+    yield Figure("median lines of a function", median(values), 6)
+    yield Figure("95th percentile of them", values[int(0.95 * len(values))], 22)
+    long = [f"{place} ({value})" for value, place in lengths if value > 50]
+    yield Figure("functions of more than 50 lines", len(long), 0, long)
+
+
+def sentences(code: list[Source]) -> Iterator[Figure]:
+    conditional = [f"{s.name}:{node.lineno}" for s in code for node in s.nodes(ast.IfExp)]
+    yield Figure("conditional expressions in 1,000 lines", rate(code, conditional), 10, densest(conditional))
+    tuples = [f"{s.name}:{node.lineno}" for s in code for node in s.nodes(ast.Assign) if is_tuple_assignment(node)]
+    yield Figure("tuple = tuple assignments in 1,000 lines", rate(code, tuples), 2, densest(tuples))
+
+
+def is_tuple_assignment(node: ast.Assign) -> bool:
+    """Tell whether several values are assigned at once; a swap counts too, since swaps are rare."""
+    return any(isinstance(target, ast.Tuple) for target in node.targets) and isinstance(node.value, ast.Tuple)
+
+
+def densest(places: list[str]) -> list[str]:
+    counts = Counter(place.rpartition(":")[0] for place in places)
+    return [f"{name} ({count})" for name, count in counts.most_common(5)]
+
+
+def class_names(code: list[Source]) -> Iterator[Figure]:
+    where: dict[str, list[str]] = defaultdict(list)
+    for source in code:
+        for node in source.classes():
+            where[node.name].append(source.name)
+    twice = [f"{name}: {', '.join(files)}" for name, files in where.items() if len(set(files)) > 1]
+    yield Figure("class names in two modules", len(twice), 0, twice)
+    participles = [f"{name} ({files[0]})" for name, files in where.items() if is_participle(name)]
+    yield Figure("participles as class names", len(participles), 0, participles)
+
+
+def is_participle(name: str) -> bool:
+    return bool(PARTICIPLE.search(name)) and name not in NOUNS
+
+
+def loop(code: list[Source]) -> Iterator[Figure]:
+    found = [node for source in code for node in source.classes() if node.name == "Loop"]
+    for node in found:
+        methods = [member for member in node.body if isinstance(member, Function)]
+        yield Figure("methods of Loop", len(methods), 20)
+        yield Figure("attributes of Loop", len(attributes(node)), 15, sorted(attributes(node)))
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Names that the class's methods assign on `self`."""
+    stores = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return {store.attr for store in stores if isinstance(store.value, ast.Name) and store.value.id == "self"}
+
+
+def private_uses(tests: list[Source]) -> Iterator[Figure]:
+    """Members with a leading underscore that a test takes from something other than itself."""
+    places = [
+        f"{source.name}:{node.lineno}"
+        for source in tests
+        for node in source.nodes(ast.Attribute)
+        if is_foreign_private(node)
+    ]
+    yield Figure("private members used in tests", len(places), 25, densest(places))
+
+
+def is_foreign_private(node: ast.Attribute) -> bool:
+    own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
+    return node.attr.startswith("_") and not node.attr.startswith("__") and not own
+
+
+def figures() -> list[Figure]:
+    code = sources("server")
+    measures = (folders, functions, sentences, class_names, loop)
+    found = [figure for measure in measures for figure in measure(code)]
+    return [*found, *private_uses(sources("tests"))]
+
+
+def main() -> int:
+    missed = 0
+    for figure in figures():
+        mark = "ok" if figure.is_met else "MISSED"
+        missed += not figure.is_met
+        print(f"{figure.name:44} {figure.value:>8g}  at most {figure.bound:<4g} {mark}")
+        for place in [] if figure.is_met else figure.places:
+            print(f"    {place}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
