@@ -11,11 +11,11 @@ breaks at the edge of reasoning. All of it is let go as soon as it can't become 
 from __future__ import annotations
 
 import codecs
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from server.call_ids import CallIds
 from server.reasoning import NORMAL, REASONING, TOOL, Channels, Segment, Watch, transitions
 from server.tokenizer import Tokenizer
 from server.toolcalls import Block, CallArguments, CallBegin
@@ -40,11 +40,6 @@ class Reasoning:
 Piece = Content | Reasoning | CallBegin | CallArguments
 
 
-def call_id() -> str:
-    """A tool call's id, unique as far as clients can tell."""
-    return "call_" + uuid.uuid4().hex[:24]
-
-
 class TextState:
     """One choice; mutable, owned by the request that reads it.
 
@@ -66,17 +61,20 @@ class TextState:
         reasoning: bool = False,
         continues: bool = False,
         show_special: bool = False,
-        new_id: Callable[[], str] = call_id,
+        earlier_calls: Iterable[str] = (),
+        new_id: Callable[[], str] | None = None,
     ) -> None:
         """`chat`: look for reasoning and, if there are `tools`, for calls. `reasoning`: the prompt opened a block.
-        `continues`: it ends inside the answer's content. `stop_ids` end the answer and are no part of it."""
+        `continues`: it ends inside the answer's content. `stop_ids` end the answer and are no part of it.
+        `earlier_calls`: ids that the conversation's calls have already."""
         edges, first = transitions(tokenizer, tools=bool(tools)) if chat else ({}, NORMAL)
         first = REASONING if chat and reasoning else NORMAL if continues else first
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._show_special = show_special
         self._tools = tools
-        self._new_id = new_id
+        parser = tokenizer.tool_format.name if tokenizer.tool_format else ""
+        self._ids = CallIds(parser, earlier_calls, new_id)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._channels = Channels(edges, first)
         self._stops = stops
@@ -150,7 +148,7 @@ class TextState:
     def _in_block(self, segment: Segment) -> None:
         form = self._tokenizer.tool_format
         if self._block is None and form is not None:
-            self._block = Block(form, self._tools, self.calls, self._new_id)
+            self._block = Block(form, self._tools, self.calls, self._ids)
         if self._block is not None:
             self._tell(self._block.feed(segment.text))
             if segment.tag:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from server.call_ids import CallIds
 from server.tokenizer import ToolFormat
 
 _LONGEST_HEAD = 512  # characters in which a call must have told its name, or it is read as a whole
@@ -61,13 +61,11 @@ class Block:
         text: all that was fed while no call had been told, for showing it if none comes.
     """
 
-    def __init__(
-        self, form: ToolFormat, tools: list[dict[str, Any]] | None, first: int, new_id: Callable[[], str]
-    ) -> None:
+    def __init__(self, form: ToolFormat, tools: list[dict[str, Any]] | None, first: int, ids: CallIds) -> None:
         self._form = form
         self._tools = tools
         self._first = first
-        self._new_id = new_id
+        self._ids = ids
         self._head = _HEADS.get(form.name)
         self._parts: list[str] = []
         self._tail = ""  # since the last call's arguments, or the block's beginning; short
@@ -112,9 +110,9 @@ class Block:
             self._object = None
         return text[end:]
 
-    def _begin(self, name: str, given: str | None = None) -> CallBegin:
+    def _begin(self, name: str, given: object = None) -> CallBegin:
         self.calls += 1
-        return CallBegin(self._first + self.calls - 1, given or self._new_id(), name)
+        return CallBegin(self._first + self.calls - 1, self._ids.take(name, given), name)
 
     def _parse(self) -> list[CallPiece] | None:
         try:
@@ -171,7 +169,7 @@ def _name(match: re.Match[str]) -> str:
         return quoted
 
 
-def _checked(call: Any) -> tuple[str, str, str | None]:
+def _checked(call: Any) -> tuple[str, str, object]:
     """Name, arguments as JSON text, and the model's own id of a parsed call. Raises when it is none."""
     name, arguments = call["name"], call.get("arguments", call.get("parameters"))
     if not isinstance(name, str) or not name:

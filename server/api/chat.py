@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -109,7 +110,16 @@ def _text(
         reasoning=prompt.reasoning,
         continues=bool(request.continue_final_message),
         show_special=request.shows_special,
+        earlier_calls=list(_earlier_calls(request)),
     )
+
+
+def _earlier_calls(request: ChatRequest) -> Iterator[str]:
+    """The ids that the conversation's calls and results have."""
+    for message in request.messages:
+        yield from (call.id for call in message.tool_calls or [] if call.id)
+        if message.tool_call_id:
+            yield message.tool_call_id
 
 
 def _form(request: ChatRequest, wish: tools.Wish, served: Served) -> ChatForm:
