@@ -26,6 +26,7 @@ from loadtests.harness import ROOT, device
 from loadtests.ledger import Ledger
 from server import agreement, model, native
 from server.allocator import Unavailable
+from server.cache_folder import COUNTERS, cache_folder
 from server.certificate import Agreement
 from server.model import Loaded
 from server.rehearsal import EVERY, Gauge, Plan, Run, play, play_mlx_lm
@@ -219,7 +220,7 @@ def main() -> int:
     logging.disable(logging.WARNING)  # without the guard the census has much to say
     arms = {"on": ("guard",), "off": ("off",)}.get(arguments.guard, arguments.arms)
     try:
-        source = native.open_count(native.cache_folder(None), None)
+        source = native.open_count(cache_folder() / COUNTERS, None)
     except Unavailable as reason:
         print(f"no live-buffer count: {reason}", file=sys.stderr)
         return 2

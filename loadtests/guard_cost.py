@@ -29,10 +29,11 @@ from loadtests import zoo
 from loadtests.harness import ROOT, device
 from loadtests.ledger import Ledger, interval
 from server.batching import Batch, Row
+from server.cache_folder import cache_folder
 from server.cache_guard import Guard, cache_arrays, settle
 from server.messages import Sampling, Snapshot
 from server.messages import Sequence as Asked
-from server.starter import NAME, default_cache, is_whole
+from server.starter import NAME, is_whole
 
 HYBRID = ("hybrid-16x256", "qwen3_5", 16, 256)
 PROMPT = 64
@@ -162,7 +163,7 @@ def measure(name: str, model: Any, rows: int, arguments: argparse.Namespace, led
 def subjects(folders: Sequence[Path]) -> Iterator[tuple[str, Any]]:
     name, family, layers, hidden = HYBRID
     yield name, zoo.build(family, layers=layers, hidden=hidden)
-    starter = default_cache() / NAME
+    starter = cache_folder() / NAME
     for folder in folders or ([starter] if is_whole(starter) else []):
         model, _ = load_model(folder)
         yield folder.name, model

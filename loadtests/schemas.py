@@ -28,7 +28,8 @@ from jsonschema import Draft202012Validator
 
 from loadtests import harness
 from loadtests.models import obtain
-from server.starter import default_cache, ensure_starter
+from server.cache_folder import cache_folder
+from server.starter import ensure_starter
 
 ROWS = 16  # requests at a time
 MAX_TOKENS = 600
@@ -288,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         models = asked.models or Path(folder)
         model = (
-            ensure_starter(default_cache(), print)
+            ensure_starter(cache_folder(), print)
             if asked.starter
             else obtain("wide" if asked.mates else "cheap", models)
         )

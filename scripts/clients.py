@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from loadtests import harness  # noqa: E402
 from loadtests.models import obtain  # noqa: E402
-from server.starter import default_cache  # noqa: E402
+from server.cache_folder import cache_folder  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "clients"
 SECONDS = 240
@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="which clients")
     parser.add_argument("--url", help="base URL of a running server, with /v1; default: one is started")
     parser.add_argument("--model", help="id of the model at --url")
-    parser.add_argument("--cache", type=Path, default=default_cache() / "clients", help="where environments are kept")
+    parser.add_argument("--cache", type=Path, default=cache_folder() / "clients", help="where environments are kept")
     arguments = parser.parse_args()
     arguments.cache.mkdir(parents=True, exist_ok=True)
     failed = 0

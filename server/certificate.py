@@ -58,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a live-buffer limit of one's own, up to which mlx-lm's run is then really played",
     )
     parser.add_argument("--trust-remote-code", action="store_true", default=absent, help="let a model bring its code")
-    parser.add_argument(
-        "--cache-dir", type=Path, default=absent, metavar="PATH", help="where the starter model is kept"
-    )
+    parser.add_argument("--cache-dir", type=Path, default=absent, metavar="PATH", help="folder for what Marathon keeps")
 
 
 def _number(least: int) -> Any:

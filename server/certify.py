@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import server
 from server import agreement, device, metal, model, native
 from server.allocator import Unavailable
+from server.cache_folder import COUNTERS, cache_folder
 from server.certificate import FEWEST, FLAT, SHARE, TOKENS, Agreement, Arm, Certificate, Death, Order, to_json, to_text
 from server.errors import StartupError
 from server.model import Loaded
@@ -83,7 +84,7 @@ def open_source(order: Order) -> Source:
     try:
         if mx.metal.is_available():
             return metal.open_count(order.buffer_limit)
-        folder = native.cache_folder(Path(order.cache_dir) if order.cache_dir else None)
+        folder = cache_folder(Path(order.cache_dir) if order.cache_dir else None) / COUNTERS
         return native.open_count(folder, order.buffer_limit)
     except Unavailable as reason:
         return Off(str(reason))

@@ -11,28 +11,34 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import server
+from server.api.security import read_keys
+from server.cache_folder import cache_folder
 from server.errors import StartupError
 from server.locate import Located, locate
-from server.settings import Settings
+from server.settings import EngineSettings, Limits, Logs, Serving, Settings, in_words
+from server.sources import Sources
 from server.tokenizer import Tokenizer
 
 LIBRARIES = ("mlx", "mlx-lm", "tokenizers", "transformers", "llguidance", "fastapi", "uvicorn", "sse-starlette")
 DEVICE_SECONDS = 120
 
 
-def report(settings: Settings) -> str:
+def report(settings: Settings, sources: Sources) -> str:
     """All of it. Raises StartupError where the server couldn't start."""
+    read_keys(settings)
     model = locate(settings)
     tokenizer = Tokenizer.load(model.path, trust_remote_code=settings.trust_remote_code)
+    device = ask_device(settings)
     return "\n\n".join(
         [
-            section("Settings", masked(settings)),
+            section("Settings", effective(settings, sources)),
             section("Versions", versions()),
-            section("Model", facts_of(model, tokenizer)),
-            section("Device and limits", ask_device(settings)),
+            section("Model", facts_of(model, tokenizer) | {"fits": fits(model.path, device["memory_limit_bytes"])}),
+            section("Device and limits", device | {"cache_folder": cache_folder(settings.cache_dir)}),
         ]
     )
 
@@ -50,10 +56,38 @@ def _word(value: Any) -> str:
     return "-" if value in (None, "") else str(value)
 
 
-def masked(settings: Settings) -> dict[str, Any]:
-    """The settings, with the number of keys in the place of the keys."""
-    keys = [f"{len(settings.api_key)} given"] if settings.api_key else []
-    return settings.model_dump() | {"api_key": keys}
+def effective(settings: Settings, sources: Sources) -> dict[str, str]:
+    """Each setting; one that isn't at its default with that default and with the place where it was set."""
+    names = [name for part in (Serving, Limits, EngineSettings, Logs) for name in part.model_fields]
+    return {name: _effective(name, getattr(settings, name), sources.origin(name)) for name in names}
+
+
+def _effective(name: str, value: Any, origin: str) -> str:
+    default = Settings.model_fields[name].default
+    if value == default:
+        return _shown(name, value)
+    return f"{_shown(name, value)}  (default {_shown(name, default)}; set by {origin})"
+
+
+def _shown(name: str, value: Any) -> str:
+    if value in (None, [], ""):
+        return "-"
+    if name == "api_key":  # never the keys themselves
+        return f"{len(value)} given"
+    return in_words(name, value)
+
+
+def fits(folder: Path, limit: int) -> str:
+    """Whether the weights in `folder` leave room under the memory limit for what generations hold."""
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    sizes = f"weights {in_gigabytes(weights)} of {in_gigabytes(limit)}"
+    if weights >= limit:
+        return f"no: {sizes}; try a smaller or more strongly quantised model, or another --memory-limit"
+    return f"yes: {sizes}; {in_gigabytes(limit - weights)} are left for generations and prefixes"
+
+
+def in_gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB"
 
 
 def versions() -> dict[str, str]:

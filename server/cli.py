@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -18,7 +18,19 @@ from pydantic.fields import FieldInfo
 import server
 from server import certificate, faults
 from server.errors import StartupError
-from server.settings import ENV_PREFIX, EngineSettings, Limits, Logs, Serving, Settings, load, option
+from server.settings import (
+    SIZE_UNITS,
+    SIZES,
+    EngineSettings,
+    Limits,
+    Logs,
+    Serving,
+    in_words,
+    load,
+    load_from,
+    read_sources,
+)
+from server.sources import ENV_PREFIX, Sources, did_you_mean, option
 
 EXIT_UNABLE = 2
 GROUPS: dict[str, type[BaseModel]] = {
@@ -27,6 +39,15 @@ GROUPS: dict[str, type[BaseModel]] = {
     "engine": EngineSettings,
     "logs": Logs,
 }
+COMMANDS = {
+    "serve": "serve a model",
+    "check": "print effective settings, model, device and limits",
+    "certify": "prove that a model's live-buffer count stays flat here, and what it does in mlx-lm",
+}
+EPILOG = (
+    f"Each option can also be set as {ENV_PREFIX}<NAME> in the environment or as <name> in a TOML file. "
+    f"SIZE is {SIZE_UNITS}."
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,6 +55,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_UNABLE, f"marathon: {message} (see {self.prog} --help)\n")
+
+    def refuse(self, word: str) -> NoReturn:
+        """An argument that no option and no command takes."""
+        if not word.startswith("-"):
+            hint = f"; a model is named with --model {word}" if "--model" in self._option_string_actions else ""
+            self.error(f"unknown argument {word!r}{hint}")
+        name = word.partition("=")[0]
+        self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
 
 
 def parser() -> Parser:
@@ -44,23 +73,22 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"marathon {server.__version__}")
     commands = top.add_subparsers(dest="command", metavar="command", title="commands")
-    for name, words in (("serve", "serve a model"), ("check", "print effective settings, model, device and limits")):
-        command = commands.add_parser(
-            name,
-            help=words,
-            usage=f"marathon {name} [options]",
-            description=f"{words[0].upper()}{words[1:]}.",
-            epilog=f"Each option can also be set as {ENV_PREFIX}<NAME> in the environment or as <name> in a TOML file.",
-            allow_abbrev=False,
-        )
-        command.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
-        for title, part in GROUPS.items():
-            _add_settings(command.add_argument_group(title), part)
-    words = "prove that a model's live-buffer count stays flat here, and what it does in mlx-lm"
-    certificate.add_arguments(
-        commands.add_parser("certify", help=words, description=f"{words[0].upper()}{words[1:]}.", allow_abbrev=False)
-    )
+    for name, words in COMMANDS.items():
+        description = f"{words[0].upper()}{words[1:]}."
+        command = commands.add_parser(name, help=words, description=description, allow_abbrev=False)
+        command.set_defaults(parser=command)
+        if name == "certify":
+            certificate.add_arguments(command)
+        else:
+            _add_options(command, name)
     return top
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    command.usage, command.epilog = f"marathon {name} [options]", EPILOG
+    command.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    for title, part in GROUPS.items():
+        _add_settings(command.add_argument_group(title), part)
 
 
 def _add_settings(group: Any, part: type[BaseModel]) -> None:
@@ -68,7 +96,7 @@ def _add_settings(group: Any, part: type[BaseModel]) -> None:
         # A bare switch turns it on; `--guard off` turns it off.
         switch: dict[str, Any] = {"nargs": "?", "const": "on"} if field.annotation is bool else {}
         group.add_argument(
-            option(name), default=argparse.SUPPRESS, metavar=_metavar(name, field), help=_help(field), **switch
+            option(name), default=argparse.SUPPRESS, metavar=_metavar(name, field), help=_help(name, field), **switch
         )
 
 
@@ -76,21 +104,21 @@ def _metavar(name: str, field: FieldInfo) -> str:
     kinds = get_args(field.annotation) or (field.annotation,)
     if all(isinstance(kind, str) for kind in kinds):
         return "|".join(kinds)
-    if "bytes" in f"{name} {field.description}":
-        return "BYTES"
+    if name in SIZES:
+        return "SIZE"
     return {bool: "on|off", int: "N", float: "N", Path: "PATH"}.get(kinds[0], "TEXT")
 
 
-def _help(field: FieldInfo) -> str:
+def _help(name: str, field: FieldInfo) -> str:
     words, default = (field.description or "").replace("%", "%%"), field.default
-    if isinstance(default, bool):
-        default = "on" if default else "off"
-    return words if default in (None, [], "") else f"{words} [{default}]"
+    if default in (None, [], ""):
+        return words
+    return f"{words} [{in_words(name, default)}]"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    options = vars(parser().parse_args(arguments))
+    options = parse(sys.argv[1:] if arguments is None else arguments)
     command, config = options.pop("command"), options.pop("config", None)
     if command is None:
         parser().print_help()
@@ -98,13 +126,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if command == "certify":
             sys.exit(certify(options))
-        settings = load(options, config)
-        faults.parse(settings.faults)
-        run(command, settings)
+        run(command, read_sources(options, config))
     except StartupError as error:
         sys.exit(_complain(str(error)))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """The options by name, `command` among them. Ends the process for those that don't exist."""
+    top = parser()
+    _refuse_option_without_command(top, arguments[:1])
+    options, unknown = top.parse_known_args(arguments)
+    values = vars(options)
+    command = values.pop("parser", top)
+    if unknown:
+        command.refuse(unknown[0])
+    return values
+
+
+def _refuse_option_without_command(top: Parser, first: Iterable[str]) -> None:
+    for word in first:
+        if word.startswith("-") and word not in ("-h", "--help", "--version"):
+            top.error(f"{word} stands before the command; options follow it, as in `marathon serve {word}`")
 
 
 def certify(options: dict[str, Any]) -> int:
@@ -115,8 +159,10 @@ def certify(options: dict[str, Any]) -> int:
     return certificate.run(certificate.order(locate(settings).path, options)).returncode
 
 
-def run(command: str, settings: Settings) -> None:
+def run(command: str, sources: Sources) -> None:
     """Imports only what the command needs: most of it takes seconds to import."""
+    settings = load_from(sources)
+    faults.parse(settings.faults)
     if command == "serve":
         from server.lifecycle import serve
 
@@ -124,7 +170,7 @@ def run(command: str, settings: Settings) -> None:
     else:
         from server.check import report
 
-        print(report(settings))
+        print(report(settings, sources))
 
 
 def _complain(message: str) -> int:

@@ -27,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from server import logs
 from server.api.access import ABORT
+from server.api.security import read_keys
 from server.errors import Draining, InvalidValue, NotReady, StartupError
 from server.messages import Ready
 from server.settings import Settings
@@ -185,6 +186,7 @@ def serve(settings: Settings) -> None:
     """Serves until a signal or until it is clear that it can't. Raises StartupError."""
     began = time.monotonic()
     logs.configure(settings)
+    read_keys(settings)  # create_app reads them again; a bad file is said before anything is fetched
     sock = bind(settings.host, settings.port)
     # Fetching a model may take minutes and importing its tokenizer seconds: neither before the port is ours.
     from server.app import create_app, serving

@@ -101,15 +101,6 @@ def open_count(folder: Path, limit: int | None) -> NativeCount:
     return count
 
 
-def cache_folder(configured: Path | None) -> Path:
-    """Where the built library is kept: with what else Marathon keeps."""
-    if configured is not None:
-        return configured / "native"
-    if platform.system() == "Darwin":
-        return Path.home() / "Library" / "Caches" / "marathon" / "native"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marathon" / "native"
-
-
 def build(folder: Path) -> Path:
     """The built library; made anew when mlx, the source or the machine is another. Raises Unavailable."""
     target = folder / f"live_count-{_key()}.so"

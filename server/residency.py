@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from server import metal, native
 from server.allocator import Unavailable
+from server.cache_folder import COUNTERS, cache_folder
 from server.errors import StartupError
 from server.footprint import footprint, give_back, total_memory
 from server.messages import Snapshot
@@ -74,7 +75,7 @@ def open_source(settings: Settings) -> Source:
         return Off("switched off by --live-buffers off")
     try:
         if settings.live_buffers == "native":
-            return native.open_count(native.cache_folder(settings.cache_dir), settings.buffer_limit)
+            return native.open_count(cache_folder(settings.cache_dir) / COUNTERS, settings.buffer_limit)
         return metal.open_count(settings.buffer_limit)
     except Unavailable as reason:
         if settings.live_buffers == "native":

@@ -1,7 +1,7 @@
 """Settings: one definition for file, environment and command line.
 
-Owns every knob of Marathon and its bounds. Runs in both processes (the engine gets its copy as JSON on its command
-line's environment). Reads the TOML file and the environment, nothing else; never touches MLX.
+Owns every setting of Marathon and its bounds. Runs in both processes: the server reads them from their sources, and
+the engine gets its copy as JSON with its first command. Never touches MLX.
 
 Precedence: command line, environment (`MARATHON_<NAME>`), TOML file (`--config`), default. Unknown keys are refused
 in all three places.
@@ -10,28 +10,34 @@ in all three places.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from server.errors import StartupError
+from server.sources import ENV_PREFIX, Sources, option
 
-ENV_PREFIX = "MARATHON_"
+__all__ = [
+    "ENV_PREFIX",
+    "Settings",
+    "from_json",
+    "in_words",
+    "is_loopback",
+    "load",
+    "load_from",
+    "option",
+    "read_sources",
+]
+
+SIZE_UNITS = "a number of bytes, or one with a unit: 500MB and 8GB are powers of 1000, 512MiB and 8GiB of 1024"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SHOWN_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (10**9, "GB"), (10**6, "MB"), (2**10, "KiB"))
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
 
-Names = Annotated[list[str], NoDecode]
+Names = list[str]
 
 
 def parse_bytes(value: object) -> object:
@@ -53,7 +59,7 @@ class Serving(BaseModel):
     cors_origins: Names = Field([], description="browser origins let in, comma-separated; * for all, :* for any port")
     allowed_hosts: Names = Field([], description="names accepted in Host besides loopback, comma-separated")
     trust_remote_code: bool = Field(False, description="let a model folder bring its own Python code")
-    cache_dir: Path | None = Field(None, description="where the starter model is kept; default: the user's cache")
+    cache_dir: Path | None = Field(None, description="folder for what Marathon keeps; default: the user's cache")
 
 
 class Limits(BaseModel):
@@ -102,15 +108,31 @@ class Logs(BaseModel):
     access_log: bool = Field(True, description="one line a request")
 
 
-class Settings(Serving, Limits, EngineSettings, Logs, BaseSettings):
+SIZES = ("max_body_bytes", "max_schema_bytes", "memory_limit", "pool_limit", "prefix_cache")
+
+
+class Settings(Serving, Limits, EngineSettings, Logs):
     """All settings. Construct with `load`."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    @field_validator("max_body_bytes", "max_schema_bytes", "memory_limit", "pool_limit", "prefix_cache", mode="before")
+    @field_validator(*SIZES, mode="before")
     @classmethod
     def _sizes(cls, value: object) -> object:
-        return parse_bytes(value)
+        size = parse_bytes(value)
+        if isinstance(size, str):
+            raise ValueError(f"a size is {SIZE_UNITS}")
+        return size
+
+    @field_validator("host")
+    @classmethod
+    def _address_or_name(cls, value: str) -> str:
+        host = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+        if "/" in host:
+            raise ValueError("a host is an address or a name, without a scheme or a path")
+        if host.count(":") == 1:
+            raise ValueError("a host has no port in it; that is --port")
+        return host
 
     @field_validator("guard", mode="before")
     @classmethod
@@ -133,17 +155,6 @@ class Settings(Serving, Limits, EngineSettings, Logs, BaseSettings):
             raise ValueError(f"listening on {self.host} needs --api-key or --api-key-file; use 127.0.0.1 for local use")
         return self
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
-
 
 def is_loopback(host: str) -> bool:
     """True for addresses that no other machine can reach. `127.evil.example` is a name, whatever it begins with."""
@@ -153,45 +164,48 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def option(name: str) -> str:
-    """`stall_seconds` → `--stall-seconds`."""
-    return "--" + name.replace("_", "-")
+def in_words(name: str, value: Any) -> str:
+    """A setting's value as one would write it: `on`, `32MiB`, `a,b`."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if name in SIZES and value:
+        whole = (f"{value // size}{unit}" for size, unit in _SHOWN_UNITS if value % size == 0)
+        return next(whole, str(value))
+    return str(value)
 
 
-def load(values: Mapping[str, Any], config: Path | None = None) -> Settings:
+def load(values: Mapping[str, Any], config: str | Path | None = None) -> Settings:
     """Settings from command-line `values`, the environment and the TOML file `config`.
 
     Raises StartupError with one line that names the option, the value and what is allowed.
     """
-    config = config or (Path(path) if (path := os.environ.get(ENV_PREFIX + "CONFIG")) else None)
-    if config is not None and not config.is_file():
-        raise StartupError(f"config file {config} doesn't exist")
-    _refuse_unknown_environment()
-    # pydantic-settings takes the file's path from the class, so each file gets a class of its own.
-    reader = type("Settings", (Settings,), {"model_config": SettingsConfigDict(toml_file=config)})
+    return load_from(read_sources(values, config))
+
+
+def read_sources(values: Mapping[str, Any], config: str | Path | None = None) -> Sources:
+    """What the user wrote, and where. Raises StartupError for a setting that doesn't exist or is left empty."""
+    sources = Sources.read(values, config, Settings.model_fields)
+    for name, value in sources.merged().items():
+        if value == "" and Settings.model_fields[name].default != "":
+            raise StartupError(f"{sources.blame(name, value)} is empty; leave it out for the default")
+    return sources
+
+
+def load_from(sources: Sources) -> Settings:
+    """Settings of what the user wrote. Raises StartupError with one line for values that aren't allowed."""
     try:
-        return Settings.model_construct(**reader(**values).model_dump())
+        return Settings(**sources.merged())
     except ValidationError as error:
-        raise StartupError("; ".join(_sentence(dict(e), config) for e in error.errors())) from None
-    except ValueError as error:  # a TOML file that doesn't parse
-        raise StartupError(f"config file {config}: {error}") from None
+        raise StartupError("; ".join(_sentence(dict(e), sources) for e in error.errors())) from None
 
 
-def _refuse_unknown_environment() -> None:
-    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | {ENV_PREFIX + "CONFIG"}
-    unknown = sorted(n for n in os.environ if n.upper().startswith(ENV_PREFIX) and n.upper() not in known)
-    if unknown:
-        raise StartupError(f"unknown setting in the environment: {', '.join(unknown)}")
-
-
-def _sentence(error: dict[str, Any], config: Path | None) -> str:
-    name = ".".join(str(part) for part in error["loc"])
+def _sentence(error: dict[str, Any], sources: Sources) -> str:
     message = error["msg"].removeprefix("Value error, ")
-    if not name:
+    if not error["loc"]:
         return str(message)
-    if error["type"] == "extra_forbidden":
-        return f"unknown setting {name!r}" + (f" in {config}" if config else "")
-    return f"{option(name)} {error['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{sources.blame(str(error['loc'][0]), error['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def from_json(text: str) -> Settings:

@@ -26,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import BinaryIO
 
+from server.cache_folder import cache_folder
 from server.errors import StartupError
 
 Progress = Callable[[str], None]
@@ -58,7 +59,7 @@ def ensure_starter(
 
     Raises StartupError with one line when it can't be made: no network, no pip, no room, another file than expected.
     """
-    cache = cache_dir or default_cache()
+    cache = cache_folder(cache_dir)
     folder = cache / NAME
     if is_whole(folder, source):  # asked before anything is written: the cache may be read-only
         return folder
@@ -70,14 +71,6 @@ def ensure_starter(
     except OSError as error:
         raise StartupError(f"the starter model can't be kept in {cache}: {error.strerror or error}") from error
     return folder
-
-
-def default_cache() -> Path:
-    """`$XDG_CACHE_HOME` where it is set, else the platform's own place."""
-    if root := os.environ.get("XDG_CACHE_HOME"):
-        return Path(root) / "mlx-marathon"
-    place = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    return Path.home() / place / "mlx-marathon"
 
 
 def is_whole(folder: Path, source: Source = SMOLLM2) -> bool:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from loadtests import zoo
+from server.cache_folder import cache_folder
 from server.errors import StartupError
-from server.starter import default_cache, ensure_starter
+from server.starter import ensure_starter
 
 Tiny = Callable[..., Path]
 
@@ -58,6 +59,6 @@ def starter_folder(request: pytest.FixtureRequest) -> Path:
     capture = request.config.pluginmanager.getplugin("capturemanager")
     try:
         with capture.global_and_fixture_disabled():
-            return ensure_starter(default_cache(), print)
+            return ensure_starter(cache_folder(), print)
     except StartupError as error:
         pytest.skip(str(error))

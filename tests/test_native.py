@@ -12,7 +12,7 @@ import pytest
 from server import native
 from server.allocator import Unavailable
 from server.errors import StartupError
-from server.native import NativeCount, build, cache_folder, find_compiler, open_count
+from server.native import NativeCount, build, find_compiler, open_count
 from server.residency import open_source
 from server.settings import load
 
@@ -174,13 +174,6 @@ def test_a_count_that_is_wrong_is_refused_and_removed(folder, monkeypatch, wrong
         open_count(folder, None)
     monkeypatch.undo()
     open_count(folder, None).remove()  # refused as "already counting" if the first were still there
-
-
-def test_the_cache_folder_is_the_configured_one_or_the_users(tmp_path, monkeypatch):
-    assert cache_folder(tmp_path) == tmp_path / "native"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder(None).is_relative_to(tmp_path)
 
 
 FRESH = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -258,13 +257,6 @@ def test_without_pip_one_line_says_so(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("pip", "bar"), [("23.2.1", "off"), ("24.0", "off"), ("24.1", "raw"), ("26.3", "raw")])
 def test_pip_is_asked_for_its_progress_only_where_it_knows_how(pip, bar):
     assert starter._bar(pip) == bar
-
-
-def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, empty_home):
-    assert starter.default_cache() == Path(os.environ["XDG_CACHE_HOME"]) / "mlx-marathon"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert starter.default_cache() == empty_home / "Library" / "Caches" / "mlx-marathon"
 
 
 # ---------------------------------------------------------------- the real one

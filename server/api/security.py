@@ -107,8 +107,10 @@ def read_keys(settings: Settings) -> list[str]:
     if settings.api_key_file is not None:
         try:
             lines = settings.api_key_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartupError(f"--api-key-file {settings.api_key_file}: {error}") from None
+        except OSError as error:
+            raise StartupError(f"--api-key-file {settings.api_key_file} can't be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise StartupError(f"--api-key-file {settings.api_key_file} isn't UTF-8 text") from None
         found = [line.strip() for line in lines if line.strip()]
         if not found:
             raise StartupError(f"--api-key-file {settings.api_key_file} holds no key")

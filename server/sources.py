@@ -1,0 +1,133 @@
+"""Where settings are written: the command line, the environment and a TOML file.
+
+Owns the reading of all three, which of them wins, and the place that each value came from, so that an error names what
+the user has to change. Runs at start in the process that the user began. It doesn't know what a setting means.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from server.errors import StartupError
+
+ENV_PREFIX = "MARATHON_"
+_CONFIG = "config"
+
+
+def option(name: str) -> str:
+    """`stall_seconds` → `--stall-seconds`."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """`stall_seconds` → `MARATHON_STALL_SECONDS`."""
+    return ENV_PREFIX + name.upper()
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean --port?`, or nothing where no known word is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What stands in each of the three places, by the setting's name."""
+
+    given: Mapping[str, Any]  # on the command line
+    environment: Mapping[str, str]
+    file: Mapping[str, Any]
+    path: Path | None = None  # of the file
+    lines: Mapping[str, int] = field(default_factory=dict)  # in which each setting of the file begins
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], config: str | Path | None, known: Collection[str]) -> Sources:
+        """`given` as the command line has it. Raises StartupError for settings that aren't `known` and for a file that
+        can't be read."""
+        environment = _environment(known)
+        config = config or environment.pop(_CONFIG, None)
+        environment.pop(_CONFIG, None)
+        if config is None:
+            return cls(given, environment, {})
+        path = Path(config).expanduser()
+        text = _text(path)
+        try:
+            file = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise StartupError(f"config file {path} isn't TOML: {error}") from None
+        sources = cls(given, environment, file, path, _lines(text))
+        sources._refuse_unknown(known)
+        return sources
+
+    def merged(self) -> dict[str, Any]:
+        """One value a setting: the command line wins over the environment, the environment over the file."""
+        return {**self.file, **self.environment, **self.given}
+
+    def origin(self, name: str) -> str:
+        """The place of a setting's value as the user would find it again; empty for one that stands nowhere."""
+        if name in self.given:
+            return option(name)
+        if name in self.environment:
+            return variable(name)
+        return self._place(name) if name in self.file else ""
+
+    def blame(self, name: str, value: object) -> str:
+        """The beginning of an error about a setting: its place and its value."""
+        shown = "" if name == "api_key" else f" {value!r}"  # never an API key
+        if name in self.given or name not in {**self.environment, **self.file}:
+            return f"{option(name)}{shown}"
+        if name in self.environment:
+            return f"{variable(name)}{shown}"
+        return f"{self._place(name)}: {name}{shown}"
+
+    def _place(self, name: str) -> str:
+        line = self.lines.get(name)
+        return f"{self.path}, line {line}" if line else str(self.path)
+
+    def _refuse_unknown(self, known: Collection[str]) -> None:
+        for name, value in self.file.items():
+            if isinstance(value, dict):
+                raise StartupError(f"{self._place(name)}: settings stand in no table, and {name!r} is one")
+            if name not in known:
+                raise StartupError(f"{self._place(name)}: unknown setting {name!r}{did_you_mean(name, known)}")
+
+
+def _environment(known: Collection[str]) -> dict[str, str]:
+    """The variables that are set to something, by the names of their settings. An empty one counts as absent."""
+    found = {
+        name.upper().removeprefix(ENV_PREFIX).lower(): (name, value)
+        for name, value in os.environ.items()
+        if name.upper().startswith(ENV_PREFIX) and value
+    }
+    for name in sorted(set(found) - set(known) - {_CONFIG}):
+        near = did_you_mean(variable(name), map(variable, known))
+        raise StartupError(f"unknown setting in the environment: {found[name][0]}{near}")
+    return {name: value for name, (_, value) in found.items()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise StartupError(f"config file {path} doesn't exist") from None
+    except OSError as error:
+        raise StartupError(f"config file {path} can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise StartupError(f"config file {path} isn't UTF-8 text (line {line})") from None
+
+
+def _lines(text: str) -> dict[str, int]:
+    """The line in which each name at the top of a TOML file, and each table, is first written."""
+    found: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := re.match(r"""\s*\[*\s*["']?([\w-]+)["']?\s*[]=.]""", line):
+            found.setdefault(match[1], number)
+    return found

@@ -1,0 +1,211 @@
+"""Settings: where they are written, who wins, and what a mistake is answered with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from server import check, cli
+from server.cache_folder import cache_folder
+from server.errors import StartupError
+from server.settings import SIZES, Settings, in_words, load, load_from, option, read_sources
+from server.sources import variable
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    file = folder / "marathon.toml"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return file
+
+
+def refusal(values: dict[str, object], config: Path | None = None) -> str:
+    """The one line that these settings are refused with."""
+    with pytest.raises(StartupError) as caught:
+        load(values, config)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+# ---------------------------------------------------------------- who wins
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(monkeypatch, tmp_path):
+    file = written(tmp_path, "port = 1\nmax_rows = 2\nqueue_limit = 3\n")
+    monkeypatch.setenv("MARATHON_PORT", "11")
+    monkeypatch.setenv("marathon_max_rows", "12")
+    sources = read_sources({"port": "21"}, file)
+    settings = load_from(sources)
+    assert (settings.port, settings.max_rows, settings.queue_limit) == (21, 12, 3)
+    assert sources.origin("port") == "--port"
+    assert sources.origin("max_rows") == "MARATHON_MAX_ROWS"
+    assert sources.origin("queue_limit") == f"{file}, line 3"
+    assert sources.origin("context") == ""
+
+
+def test_the_file_may_be_named_in_the_environment_and_begin_with_a_byte_order_mark(monkeypatch, tmp_path):
+    monkeypatch.setenv("MARATHON_CONFIG", str(written(tmp_path, b"\xef\xbb\xbfport = 7\n")))
+    assert load({}).port == 7
+
+
+@pytest.mark.parametrize("name", [*Settings.model_fields, "config", "no_such_setting"])
+def test_an_empty_variable_is_absent(monkeypatch, name):
+    default = load({})
+    monkeypatch.setenv(variable(name), "")
+    assert load({}) == default
+
+
+# ---------------------------------------------------------------- mistakes
+@pytest.mark.parametrize("name", ["model", "host", "api_key_file", "cache_dir", "memory_limit", "port", "guard"])
+def test_an_option_that_is_left_empty_is_refused_by_name(tmp_path, name):
+    assert refusal({name: ""}).startswith(f"{option(name)} '' is empty")
+    file = written(tmp_path, f'access_log = true\n{name} = ""\n')
+    assert f"{file}, line 2: {name}" in refusal({}, file)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("log_level = 'info'\n\nport = 'x'\n", 3, "port 'x'"),
+        ("log_level = 'info'\nprot = 1\n", 2, "did you mean port?"),
+        ("[serve]\nport = 1\n", 1, "no table"),
+        ("guard = true\nserve.port = 1\n", 2, "no table"),
+        ("guard = true\nport : 1\n", 2, "isn't TOML"),
+        ("port = 1\nport = 2\n", 2, "isn't TOML"),
+        ("'max_rows' = 0\n", 1, "greater than or equal to 1"),
+        ("# ü\nlog_level = '".encode() + b"\xff'\n", 2, "isn't UTF-8"),
+    ],
+)
+def test_a_mistake_in_the_file_names_file_and_line(tmp_path, text, line, words):
+    file = written(tmp_path, text)
+    message = refusal({}, file)
+    assert str(file) in message
+    assert f"line {line}" in message
+    assert words in message
+
+
+@pytest.mark.parametrize("config", ["nothing.toml", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, config):
+    assert f"config file {tmp_path / config}" in refusal({}, tmp_path / config)
+
+
+def test_a_mistake_in_the_environment_names_the_variable(monkeypatch):
+    monkeypatch.setenv("MARATHON_PORT", "x")
+    assert refusal({}).startswith("MARATHON_PORT 'x': ")
+    monkeypatch.setenv("MARATHON_PROT", "1")
+    assert refusal({}) == "unknown setting in the environment: MARATHON_PROT; did you mean MARATHON_PORT?"
+
+
+def test_a_key_is_not_repeated_in_an_error(tmp_path):
+    assert "12345" not in refusal({}, written(tmp_path, "api_key = 12345\n"))
+
+
+@pytest.mark.parametrize("host", ["http://127.0.0.1", "127.0.0.1:8080", "localhost:80", "127.0.0.1/"])
+def test_a_host_is_a_host_and_nothing_more(host):
+    assert refusal({"host": host}).startswith(f"--host {host!r}: a host ")
+    assert load({"host": "[::1]"}).host == "::1"
+
+
+# ---------------------------------------------------------------- sizes
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * 10**9), ("512MiB", 2**29), ("8g", 8 * 10**9), ("1.5 GiB", 3 * 2**29), ("4096", 4096), ("16kb", 16000)],
+)
+def test_sizes_have_units_everywhere(monkeypatch, tmp_path, text, size):
+    assert load({"memory_limit": text}).memory_limit == size
+    assert load({}, written(tmp_path, f'prefix_cache = "{text}"')).prefix_cache == size
+    monkeypatch.setenv("MARATHON_POOL_LIMIT", text)
+    assert load({}).pool_limit == size
+    assert load({"memory_limit": in_words("memory_limit", size)}).memory_limit == size
+
+
+@pytest.mark.parametrize("text", ["8XB", "GB", "-1GB", "8 G B", "eight"])
+def test_what_is_no_size_is_told_what_is(text):
+    assert "8GB" in (line := refusal({"memory_limit": text}))
+    assert "512MiB" in line
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_help_says_the_units_of_every_size(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "512MiB" in shown
+    for name in SIZES:
+        assert f"{option(name)} SIZE" in shown
+
+
+# ---------------------------------------------------------------- the command line
+def complaint(capsys, *arguments: str) -> str:
+    """The one line on stderr with which these arguments end in exit code 2."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--prot", "8"], ["--prot", "did you mean --port?", "marathon serve --help"]),
+        (["serve", "--log_level=debug"], ["--log_level;", "did you mean --log-level?", "marathon serve --help"]),
+        (["check", "--modle", "x"], ["did you mean --model?", "marathon check --help"]),
+        (["certify", "--token", "5"], ["did you mean --tokens?", "marathon certify --help"]),
+        (["serve", "--zzz"], ["unknown option --zzz (see", "marathon serve --help"]),
+        (["serve", "some/model"], ["'some/model'", "--model some/model"]),
+        (["--port", "8"], ["marathon serve --port"]),
+        (["server"], ["serve", "check", "certify"]),
+    ],
+)
+def test_an_unknown_word_points_to_the_help_that_lists_what_there_is(capsys, arguments, words):
+    line = complaint(capsys, *arguments)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_key_file_without_a_key_is_noticed_before_anything_is_fetched(capsys, monkeypatch, tmp_path, command):
+    monkeypatch.setattr("server.starter.ensure_starter", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr("server.locate.ensure_starter", lambda *_: pytest.fail("fetched"))
+    (tmp_path / "empty").touch()
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for name, words in (("none", "No such file"), ("empty", "no key"), ("bytes", "UTF-8"), (".", "directory")):
+        line = complaint(capsys, command, "--port=0", f"--api-key-file={tmp_path / name}")
+        assert f"--api-key-file {tmp_path / name}" in line
+        assert words in line
+
+
+# ---------------------------------------------------------------- marathon check
+def test_check_says_what_differs_from_the_default_and_where_it_was_set(monkeypatch, tmp_path):
+    monkeypatch.setenv("MARATHON_API_KEY", "secret")
+    file = written(tmp_path, 'memory_limit = "8GB"\nguard = true\n')
+    sources = read_sources({"port": "81"}, file)
+    shown = check.effective(load_from(sources), sources)
+    assert shown["port"] == "81  (default 8080; set by --port)"
+    assert shown["memory_limit"] == f"8GB  (default -; set by {file}, line 1)"
+    assert shown["api_key"] == "1 given  (default -; set by MARATHON_API_KEY)"
+    assert shown["guard"] == "on"
+    assert shown.keys() == Settings.model_fields.keys()
+    assert "secret" not in str(shown)
+
+
+def test_check_says_whether_the_weights_fit(tmp_path):
+    (tmp_path / "model-1.safetensors").write_bytes(bytes(3_000_000))
+    (tmp_path / "model-2.safetensors").write_bytes(bytes(5_000_000))
+    assert check.fits(tmp_path, 10**9).startswith("yes: weights 0.01 GB of 1.00 GB; 0.99 GB are left")
+    assert check.fits(tmp_path, 8_000_000).startswith("no: ")
+
+
+# ---------------------------------------------------------------- the cache folder
+def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, empty_home, tmp_path):
+    assert cache_folder() == Path(os.environ["XDG_CACHE_HOME"]) / "mlx-marathon"
+    for unset in ("", None):
+        monkeypatch.setenv("XDG_CACHE_HOME", "") if unset == "" else monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(sys, "platform", "linux")
+        assert cache_folder() == empty_home / ".cache" / "mlx-marathon"
+        monkeypatch.setattr(sys, "platform", "darwin")
+        assert cache_folder() == empty_home / "Library" / "Caches" / "mlx-marathon"
+    assert cache_folder(tmp_path) == tmp_path
