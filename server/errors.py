@@ -16,6 +16,7 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
         ├── MethodNotAllowed          405
         ├── RequestTimeout            408  the request's own deadline passed
         ├── RequestTooLarge           413
+        ├── UnsupportedMediaType      415  a content coding or charset that isn't decoded
         ├── QueueFull                 429  retry later
         ├── NotReady                  503  no engine
         ├── Draining                  503  shutting down
@@ -148,6 +149,15 @@ class RequestTooLarge(RequestError):
     """The body is larger than the cap."""
 
     status, type, code, reason = 413, "invalid_request_error", "request_too_large", "body_too_large"
+
+
+class UnsupportedMediaType(RequestError):
+    """The body comes in a content coding or charset that isn't decoded; the message names it."""
+
+    status, type, code, reason = 415, "invalid_request_error", "unsupported_media_type", "unsupported"
+
+    def headers(self) -> dict[str, str]:
+        return {"Accept-Encoding": "gzip, deflate"}
 
 
 class QueueFull(RequestError):

@@ -16,7 +16,7 @@ from server.api import openapi
 from server.app import create_app
 from server.schema import ChatRequest, CompletionRequest
 
-GENERATION = {"200", "400", "401", "403", "404", "405", "408", "413", "429", "500", "503"}
+GENERATION = {"200", "400", "401", "403", "404", "405", "408", "413", "415", "429", "500", "503"}
 
 
 def references(value: Any) -> set[str]:

@@ -6,6 +6,7 @@ Owns the body cap, JSON and the conversion of every fault into one of our errors
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any, NoReturn, TypeVar
@@ -13,43 +14,40 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from server.errors import InvalidValue, RequestTooLarge
+from server.api.content_coding import Coding, too_large
+from server.errors import InvalidValue
 from server.schema import refusal
 
 Model = TypeVar("Model", bound=BaseModel)
-FORM = "multipart/form-data"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read(request: Request, cap: int) -> bytes:
-    """The whole body. Raises RequestTooLarge as soon as it is known to be beyond the cap.
+    """The whole body, decoded. Raises RequestTooLarge as soon as it is known to be beyond the cap.
 
     The type that `curl -d` names when nobody tells it better is taken; pages of other sites, which can send it too,
     are held off by their Origin.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == FORM:
-        raise InvalidValue(f"Content-Type {kind} isn't taken; send application/json")
+    coding = Coding.of(request.headers)
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > cap:
-        raise _too_large(cap)
+        raise too_large(cap)
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > cap:
-            raise _too_large(cap)
-    return bytes(body)
-
-
-def _too_large(cap: int) -> RequestTooLarge:
-    return RequestTooLarge(f"The body is larger than {cap} bytes, which is the most that this server takes")
+            raise too_large(cap)
+    if coding.is_plain or not body:
+        return bytes(body)
+    return await asyncio.to_thread(coding.decode, bytes(body), cap)
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """The JSON object in the body. Halves of surrogate pairs become U+FFFD: no tokenizer could take them."""
+    """The JSON object in the body, a byte order mark before it or not. Halves of surrogate pairs become U+FFFD: no
+    tokenizer could take them."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant)
         value = _mend(value) if _ESCAPED_SURROGATE.search(body) else value
     except UnicodeDecodeError:
         raise InvalidValue("The body isn't valid UTF-8") from None

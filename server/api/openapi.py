@@ -32,11 +32,12 @@ REASONS = {
     405: "no such method",
     408: "the deadline has passed",
     413: "the body is too large",
+    415: "the body's content coding or charset isn't decoded",
     429: "too many requests wait already",
     500: "the server made a mistake, or this generation can't go on",
     503: "no engine is ready, or the server is about to end",
 }
-GENERATION = (400, 404, 408, 413, 429, 503)
+GENERATION = (400, 404, 408, 413, 415, 429, 503)
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -30,7 +30,7 @@ def routes(served: Served) -> APIRouter:
     @router.post(
         "/tokenize",
         response_model=Tokens,
-        responses=errors(400, 404, 413),
+        responses=errors(400, 404, 413, 415),
         openapi_extra=documented(TokenizeRequest),
     )
     async def tokenize(http: Request) -> Any:
@@ -41,7 +41,7 @@ def routes(served: Served) -> APIRouter:
     @router.post(
         "/apply-template",
         response_model=Rendered,
-        responses=errors(400, 404, 413),
+        responses=errors(400, 404, 413, 415),
         openapi_extra=documented(TemplateRequest),
     )
     async def apply_template(http: Request) -> Any:
@@ -53,7 +53,7 @@ def routes(served: Served) -> APIRouter:
         "/detokenize",
         response_model=Text,
         response_model_exclude_unset=True,
-        responses=errors(400, 404, 413),
+        responses=errors(400, 404, 413, 415),
         openapi_extra=documented(DetokenizeRequest),
     )
     async def detokenize(http: Request) -> Any:
@@ -75,7 +75,7 @@ def counting(served: Served, prefix: str) -> APIRouter:
     @router.post(
         "/chat/completions/input_tokens",
         response_model=Counted,
-        responses=errors(400, 404, 413),
+        responses=errors(400, 404, 413, 415),
         openapi_extra=documented(ChatRequest),
     )
     async def input_tokens(http: Request) -> Any:
