@@ -39,7 +39,7 @@ cuda: install
 	@$(PIP) --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'from importlib.metadata import version as v; print(v("mlx"))')
 
 test: install
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(ARGS),$(ARGS),--cov)
 
 check: install
 	$(BIN)/ruff format --check .
@@ -75,5 +75,5 @@ accept-schemas: install
 # New pins for both platforms; the newest releases that pyproject.toml allows.
 lock: install
 	@$(PIP) 'uv~=$(UV)'
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --group dev \
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --group dev --generate-hashes \
 	  --no-emit-index-url --no-annotate --custom-compile-command 'make lock' pyproject.toml --output-file requirements.lock
