@@ -21,6 +21,10 @@ BODY = json.dumps({"prompt": "x", "content": "né 🎉", "max_tokens": 1}, ensur
 CHAT = json.dumps({"messages": [{"role": "user", "content": "né 🎉"}], "max_tokens": 1}, ensure_ascii=False).encode()
 
 
+def zipped(data: bytes, level: int = 9) -> bytes:
+    return gzip.compress(data, level, mtime=0)  # the same in each process of the tests: a case is named by its bytes
+
+
 def bare(data: bytes) -> bytes:
     deflate = zlib.compressobj(wbits=-15)
     return deflate.compress(data) + deflate.flush()
@@ -50,17 +54,17 @@ def refused(answer: httpx.Response, status: int, *words: str) -> None:
 @pytest.mark.parametrize(
     ("codings", "coded"),
     [
-        (["gzip"], gzip.compress(BODY)),
-        (["GZip"], gzip.compress(BODY)),
-        (["x-gzip"], gzip.compress(BODY)),
-        (["gzip"], gzip.compress(BODY[:9]) + gzip.compress(b"") + gzip.compress(BODY[9:])),
+        (["gzip"], zipped(BODY)),
+        (["GZip"], zipped(BODY)),
+        (["x-gzip"], zipped(BODY)),
+        (["gzip"], zipped(BODY[:9]) + zipped(b"") + zipped(BODY[9:])),
         (["deflate"], zlib.compress(BODY)),
         (["deflate"], bare(BODY)),
         (["identity"], BODY),
         ([""], BODY),
-        (["identity, gzip"], gzip.compress(BODY)),
-        (["deflate, gzip"], gzip.compress(zlib.compress(BODY))),
-        (["deflate", "gzip"], gzip.compress(zlib.compress(BODY))),
+        (["identity, gzip"], zipped(BODY)),
+        (["deflate, gzip"], zipped(zlib.compress(BODY))),
+        (["deflate", "gzip"], zipped(zlib.compress(BODY))),
     ],
 )
 async def test_a_coded_body_means_what_it_meant_before(site: Site, codings: list[str], coded: bytes) -> None:
@@ -70,7 +74,7 @@ async def test_a_coded_body_means_what_it_meant_before(site: Site, codings: list
         if path == "/tokenize":
             assert answer.json() == plain.json()
     for path in ("/v1/chat/completions", "/apply-template", "/v1/chat/completions/input_tokens"):
-        assert (await post(site, gzip.compress(CHAT), "gzip", path=path)).status_code == 200
+        assert (await post(site, zipped(CHAT), "gzip", path=path)).status_code == 200
 
 
 @pytest.mark.parametrize("coding", ["zstd", "br", "compress", "gzip, br", "snappy", "*", "gzip;q=1", "x" * 500])
@@ -85,20 +89,20 @@ async def test_a_coding_that_is_not_decoded_is_415_by_name(site: Site, coding: s
     ("coding", "coded"),
     [
         ("gzip", BODY),
-        ("gzip", gzip.compress(BODY)[:-9]),
-        ("gzip", gzip.compress(BODY)[:-1]),
-        ("gzip", gzip.compress(BODY)[:5]),
-        ("gzip", gzip.compress(BODY) + b"more"),
-        ("gzip", gzip.compress(BODY)[:-8] + b"12345678"),
-        ("gzip", gzip.compress(b"") * 65),
+        ("gzip", zipped(BODY)[:-9]),
+        ("gzip", zipped(BODY)[:-1]),
+        ("gzip", zipped(BODY)[:5]),
+        ("gzip", zipped(BODY) + b"more"),
+        ("gzip", zipped(BODY)[:-8] + b"12345678"),
+        ("gzip", zipped(b"") * 65),
         ("gzip", b""),
-        ("gzip", gzip.compress(b"")),
-        ("gzip", gzip.compress(BODY)[:-1] + b"\xff"),
+        ("gzip", zipped(b"")),
+        ("gzip", zipped(BODY)[:-1] + b"\xff"),
         ("deflate", zlib.compress(BODY)[:-1]),
         ("deflate", zlib.compress(BODY) + b"x"),
         ("deflate", b"\xff\xff"),
-        ("deflate, gzip", gzip.compress(BODY)),
-        ("gzip, gzip", gzip.compress(BODY)),
+        ("deflate, gzip", zipped(BODY)),
+        ("gzip, gzip", zipped(BODY)),
     ],
 )
 async def test_broken_coded_bytes_are_400(site: Site, coding: str, coded: bytes) -> None:
@@ -106,10 +110,10 @@ async def test_broken_coded_bytes_are_400(site: Site, coding: str, coded: bytes)
 
 
 WRAPS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
-    "gzip": ("gzip", gzip.compress),
+    "gzip": ("gzip", zipped),
     "zlib": ("deflate", zlib.compress),
     "bare": ("deflate", bare),
-    "twice": ("gzip, gzip", lambda data: gzip.compress(gzip.compress(data))),
+    "twice": ("gzip, gzip", lambda data: zipped(zipped(data))),
 }
 
 
@@ -120,14 +124,14 @@ async def test_what_is_small_only_while_it_is_coded_is_413(site: Site, how: str)
     assert (await post(site, fits, coding)).status_code == 200
     bombs = [wrap(b" " * (CAP + 1))]
     if coding == "gzip":
-        bombs.append(gzip.compress(b" " * (CAP // 2)) * 3)
+        bombs.append(zipped(b" " * (CAP // 2)) * 3)
     for bomb in bombs:
         assert len(bomb) < CAP
         refused(await post(site, bomb, coding), 413, str(CAP))
 
 
 async def test_a_bomb_never_takes_more_room_than_the_cap() -> None:
-    bomb = gzip.compress(b" " * 2**28, 1)  # 256 MB
+    bomb = zipped(b" " * 2**28, 1)  # 256 MB
     tracemalloc.start()
     try:
         async with run_server(max_body_bytes=2**22) as site:
@@ -159,7 +163,7 @@ async def test_a_named_charset_is_read(site: Site, charset: str, body: bytes) ->
     kind = f"application/json; charset={charset}"
     answer = await post(site, body, kind=kind)
     assert answer.status_code == 200, answer.text
-    assert (await post(site, gzip.compress(body), "gzip", kind=kind)).status_code == 200
+    assert (await post(site, zipped(body), "gzip", kind=kind)).status_code == 200
     tokens = (await post(site, body, kind=kind, path="/tokenize")).json()["tokens"]
     python = {"us-ascii": "ascii", "iso-8859-1": "latin-1"}.get(charset, charset.strip('"'))
     same = json.loads(body.decode(python).lstrip("\ufeff"))
@@ -174,7 +178,7 @@ async def test_a_charset_that_is_unknown_or_untrue_is_refused(site: Site) -> Non
 
 
 async def test_decoding_holds_nobody_up(site: Site) -> None:
-    bombs = [post(site, gzip.compress(b" " * (CAP + 1)), "gzip") for _ in range(20)]
+    bombs = [post(site, zipped(b" " * (CAP + 1)), "gzip") for _ in range(20)]
     answers = await asyncio.gather(*bombs)
     assert {answer.status_code for answer in answers} == {413}
     assert (await post(site, BODY)).status_code == 200
