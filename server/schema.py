@@ -4,8 +4,8 @@ Owns the shape, the bounds and the description of every request field; /openapi.
 server's worker thread (validation) and at start (the document). Never decides whether a well-formed wish can be
 fulfilled: that is `server/api/policy.py`. It is longer than most modules because every field says here what it does.
 
-Three rules hold everywhere: types are strict (`"hot"` is no temperature), null means absent, and an unknown field is
-never an error.
+Three rules hold everywhere: types are strict (`"hot"` is no temperature), null means absent, and an unknown member is
+never an error, but kept aside so that it can be counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNOFFERED = "refused unless it asks for nothing: it would change the answer"
 class Wire(BaseModel):
     """Any object that a client sends."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
@@ -150,8 +150,12 @@ Bias = Annotated[
 class Part(Wire):
     """One part of a message's content."""
 
-    type: str = Field(description="`text`; other kinds are refused", examples=["text"])
+    type: str = Field(
+        description="`text`, or `refusal` in what the assistant said; other kinds are refused", examples=["text"]
+    )
     text: str | None = Field(None, description="the text of a text part", examples=["Hello!"])
+    refusal: str | None = Field(None, description="the text of a refusal part", examples=["I can't help with that."])
+    cache_control: Any = Field(None, description=IGNORED)
 
 
 Content = Annotated[
@@ -193,6 +197,7 @@ class CalledTool(Wire):
     id: str | None = Field(None, description="id that the tool's message refers to", examples=["call_1"])
     type: Literal["function"] = Field("function", description="`function`", examples=["function"])
     function: CalledFunction = Field(description="what was called")
+    index: int | None = Field(None, description="place among the calls of a streamed answer; " + IGNORED)
 
 
 class Message(Wire):
@@ -209,6 +214,11 @@ class Message(Wire):
     tool_call_id: str | None = Field(None, description="the call that a tool's message answers", examples=["call_1"])
     reasoning_content: str | None = Field(None, description="earlier reasoning, for templates that want it back")
     reasoning: str | None = Field(None, description="another name of `reasoning_content`")
+    refusal: str | None = Field(None, description="the assistant's words when it refused; part of what it said")
+    function_call: CalledFunction | None = Field(None, description="older form of one tool call of the assistant")
+    audio: Any = Field(None, description="refused: text only")
+    annotations: Any = Field(None, description=IGNORED)
+    cache_control: Any = Field(None, description=IGNORED)
 
 
 # ---------------------------------------------------------------- tools and formats
@@ -230,6 +240,7 @@ class Tool(Wire):
 
     type: str = Field(description="`function`; other kinds are refused", examples=["function"])
     function: Function | None = Field(None, description="the function")
+    cache_control: Any = Field(None, description=IGNORED)
 
 
 class NamedFunction(Wire):
@@ -310,17 +321,24 @@ class StreamOptions(Wire):
     include_obfuscation: bool | None = Field(None, description=IGNORED)
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ReasoningOptions(Wire):
     """How much the model should think."""
 
-    effort: str | None = Field(None, description="as `reasoning_effort`", examples=["low"])
+    effort: Effort | None = Field(None, description="as `reasoning_effort`", examples=["low"])
+    enabled: bool | None = Field(
+        None, description="false: as the effort `none`; true: as `medium`, unless an effort is named", examples=[True]
+    )
+    exclude: bool | None = Field(None, description="true: as `include_reasoning: false`", examples=[False])
+    max_tokens: Any = Field(None, description=UNOFFERED)
+    summary: Any = Field(None, description=IGNORED + "; reasoning comes whole")
 
 
 # ---------------------------------------------------------------- requests
 class Generation(Wire):
     """What chat and text completions have in common."""
-
-    model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="before")
     @classmethod
@@ -454,10 +472,10 @@ class ChatRequest(Generation):
         None, description="whether and what is called; absent: auto", examples=["auto"]
     )
     parallel_tool_calls: bool | None = Field(None, description="false: a forced call is a single one", examples=[True])
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="handed to templates that know it", examples=["low"]
+    reasoning_effort: Effort | None = Field(None, description="handed to templates that know it", examples=["low"])
+    reasoning: ReasoningOptions | None = Field(
+        None, description="other forms of `reasoning_effort` and `include_reasoning`"
     )
-    reasoning: ReasoningOptions | None = Field(None, description="another form of `reasoning_effort`")
     include_reasoning: bool | None = Field(None, description="false: the answer comes without its reasoning")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the chat template", examples=[{"enable_thinking": False}]
@@ -495,6 +513,22 @@ class ChatRequest(Generation):
     prompt_cache_options: Any = Field(None, description=IGNORED)
     verbosity: Any = Field(None, description=IGNORED)
     prediction: Any = Field(None, description=IGNORED)
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model should think, in whichever form the client said it."""
+        asked = self.reasoning
+        if self.reasoning_effort is not None or asked is None:
+            return self.reasoning_effort
+        if asked.effort is not None or asked.enabled is None:
+            return asked.effort
+        return "medium" if asked.enabled else "none"
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the answer comes with its reasoning."""
+        excluded = self.reasoning is not None and self.reasoning.exclude is True
+        return self.include_reasoning is not False and not excluded
 
 
 class CompletionRequest(Generation):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -18,13 +17,15 @@ from server.api import body, forms, generic_tools, policy, tools
 from server.api.access import record_of
 from server.api.chat_form import ChatForm
 from server.api.extras import Extras
+from server.api.members import unknown
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.respond import Prepared, respond
 from server.api.sequences import Bounds, predicted, sequences, truncated
 from server.api.served import Served
 from server.api.shapes import ChatCompletion, ChatCompletionChunk
-from server.schema import ChatRequest, Message
+from server.api.turns import spoken, text_of
+from server.schema import ChatRequest
 from server.text import TextState
 from server.tokenizer import ChatPrompt, Tokenizer
 
@@ -71,32 +72,22 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
         marks=prompt.marks if ids is prompt.ids else [len(ids)],
     )
     texts = [_text(request, wish, prompt, tokenizer, made[0].stop_ids) for _ in made]
-    return Prepared(request, made, texts, _form(request, wish, served), sorted(request.model_extra or {}))
+    return Prepared(request, made, texts, _form(request, wish, served), unknown(request))
 
 
 def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish) -> ChatPrompt:
     """The conversation as the model reads it."""
-    messages, offered = [message_dict(message) for message in request.messages], wish.for_template
+    messages, offered = spoken(request.messages), wish.for_template
     if generic_tools.is_ours(tokenizer.tool_format):
         messages, offered = generic_tools.told(messages, offered), None
-    effort = request.reasoning_effort or (request.reasoning.effort if request.reasoning else None)
     return tokenizer.chat(
         messages,
         tools=offered,
         kwargs=request.chat_template_kwargs,
-        reasoning_effort=effort,
+        reasoning_effort=request.effort,
         continue_final_message=bool(request.continue_final_message),
         begin_answer=request.add_generation_prompt is not False,
     )
-
-
-def message_dict(message: Message) -> dict[str, Any]:
-    """A message as templates know it: text parts are one text, and what wasn't said is empty."""
-    fields = message.model_dump(exclude_none=True)
-    content = message.content
-    if not isinstance(content, str):
-        content = "".join(part.text or "" for part in content or [])
-    return fields | {"content": content}
 
 
 def _text(
@@ -136,7 +127,7 @@ def _form(request: ChatRequest, wish: tools.Wish, served: Served) -> ChatForm:
         served.tokenizer,
         Extras.of(request, top),
         only_calls=wish.forced,
-        thoughts=request.include_reasoning is not False,
+        thoughts=request.shows_reasoning,
         echo=_echo(request),
         verbose=bool(request.verbose),
     )
@@ -145,4 +136,4 @@ def _form(request: ChatRequest, wish: tools.Wish, served: Served) -> ChatForm:
 def _echo(request: ChatRequest) -> str:
     """What the answer begins with."""
     last = request.messages[-1]
-    return str(message_dict(last)["content"]) if request.echo and last.role == "assistant" else ""
+    return text_of(last) if request.echo and last.role == "assistant" else ""

@@ -20,6 +20,7 @@ from server.api.access import record_of
 from server.api.answer import Choice
 from server.api.extras import Extras, usage_so_far
 from server.api.logprobs import Lists, merged
+from server.api.members import unknown
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.respond import Prepared, respond
@@ -80,7 +81,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     texts = [TextState(served.tokenizer, stops=stops, stop_ids=ends, chat=False, show_special=shown) for _ in made]
     read = [text if ids is all_ids else ids for text, ids, all_ids in zip(given, prompts, whole, strict=True)]
     form = _form(request, served, [_spelled(p, served.tokenizer) for p in read for _ in range(request.n or 1)])
-    return Prepared(request, made, texts, form, sorted(request.model_extra or {}))
+    return Prepared(request, made, texts, form, unknown(request))
 
 
 def _constraint(request: CompletionRequest, served: Served) -> Grammar | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from server.api.forms import check_size
 from server.errors import InvalidValue, UnsupportedParameter
-from server.schema import ChatRequest, CompletionRequest, Generation, Message, Tool
+from server.schema import ChatRequest, CompletionRequest, Generation, Message, Part, Tool
 from server.settings import Settings
 
 MAX_DIGITS = 20  # of a token id
@@ -22,6 +22,7 @@ REFUSED = {
     "functions": "`functions` isn't offered; use `tools`",
     "function_call": "`function_call` isn't offered; use `tool_choice`",
 }
+ASSISTANTS = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning")
 # What other servers offer, and the values that ask for nothing; null always does.
 UNOFFERED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
@@ -65,6 +66,7 @@ def check_chat(request: ChatRequest, settings: Settings) -> None:
     if request.continue_final_message and request.add_generation_prompt:
         message = "add_generation_prompt begins a new answer; continue_final_message goes on with the last one"
         raise InvalidValue(message, param="add_generation_prompt")
+    _check_reasoning(request)
     check_messages(request.messages)
     check_tools(request.tools or [], settings)
 
@@ -105,6 +107,18 @@ def _check_unoffered(request: Generation, unoffered: dict[str, tuple[Any, ...]])
             raise UnsupportedParameter(f"`{name}` isn't offered", param=name)
 
 
+def _check_reasoning(request: ChatRequest) -> None:
+    """Raises for a budget, and for reasoning that is switched one way and measured the other."""
+    asked = request.reasoning
+    if asked is None:
+        return
+    if asked.max_tokens is not None:
+        raise UnsupportedParameter("`reasoning.max_tokens` isn't offered", param="reasoning.max_tokens")
+    if asked.enabled is not None and asked.enabled == (request.effort == "none"):
+        message = f"reasoning.enabled: {str(asked.enabled).lower()} contradicts the effort {request.effort!r}"
+        raise InvalidValue(message, param="reasoning.enabled")
+
+
 def _is_id(key: str) -> bool:
     """Digits, and few enough for any number of 64 bits; Python refuses to read thousands of them."""
     return key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS
@@ -117,19 +131,36 @@ def _at_most(limit: int, asked: int, param: str, what: str) -> None:
 
 # ---------------------------------------------------------------- messages
 def check_messages(messages: Iterable[Message]) -> None:
-    """Raises for a part that isn't text, and for a turn that lacks what its role needs."""
+    """Raises for a part that isn't text, for a turn that lacks what its role needs, and for one that has what its role
+    can't have."""
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
+        if message.audio is not None:
+            raise UnsupportedParameter("Audio isn't offered", param=f"{where}.audio")
         if message.role == "tool" and message.tool_call_id is None:
             raise InvalidValue("A tool's message needs tool_call_id", param=f"{where}.tool_call_id")
         if message.content is None and message.role in {"system", "developer", "user"}:
             raise InvalidValue(f"A message of role {message.role} needs content", param=f"{where}.content")
+        if message.function_call is not None and message.tool_calls:
+            raise InvalidValue("function_call is an older form of tool_calls; send one", param=f"{where}.function_call")
+        _check_role(message, where)
         for number, part in enumerate(message.content if isinstance(message.content, list) else []):
-            place = f"{where}.content[{number}]"
-            if part.type not in {"text", "refusal"}:
-                raise UnsupportedParameter(f"{place}: parts of type {part.type[:50]!r} aren't offered", param=place)
-            if part.type == "text" and part.text is None:
-                raise InvalidValue(f"{place}: a text part needs text", param=f"{place}.text")
+            _check_part(part, message.role, f"{where}.content[{number}]")
+
+
+def _check_role(message: Message, where: str) -> None:
+    """Raises for a member that only the assistant's messages may have: a template would leave it out."""
+    if message.role != "assistant" and (name := next((n for n in ASSISTANTS if getattr(message, n)), None)):
+        raise InvalidValue(f"Only a message of role assistant may have {name}", param=f"{where}.{name}")
+
+
+def _check_part(part: Part, role: str, place: str) -> None:
+    if part.type not in {"text", "refusal"}:
+        raise UnsupportedParameter(f"{place}: parts of type {part.type[:50]!r} aren't offered", param=place)
+    if part.type == "refusal" and role != "assistant":
+        raise InvalidValue(f"{place}: only a message of role assistant may have a refusal", param=place)
+    if getattr(part, part.type) is None:
+        raise InvalidValue(f"{place}: a {part.type} part needs {part.type}", param=f"{place}.{part.type}")
 
 
 # ---------------------------------------------------------------- tools

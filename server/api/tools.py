@@ -13,6 +13,7 @@ from typing import Any
 
 from server import grammar
 from server.api.forms import Form
+from server.api.members import declared
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import Calls, Reasoning, Tag
 from server.messages import Grammar
@@ -35,7 +36,7 @@ class Wish:
 
     @property
     def for_template(self) -> list[dict[str, Any]] | None:
-        functions = [function.model_dump(exclude_none=True) for _, function in self.offered]
+        functions = [declared(function) for _, function in self.offered]
         return [{"type": "function", "function": function} for function in functions] or None
 
 
