@@ -22,11 +22,12 @@ from time import perf_counter
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from server.batching import Batch, Row
+from server.batching import Batch
 from server.cache_guard import Caches, Guard, cache_arrays
 from server.groups import Groups
 from server.messages import Sampling, Sequence, Snapshot
 from server.model import Loaded, load
+from server.rows import Row
 
 LONG, SHORT, SHORTS = 20_000, 64, 8
 STEPS = 24  # iterations a block

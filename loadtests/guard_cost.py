@@ -28,11 +28,12 @@ from mlx_lm.utils import load_model
 from loadtests import zoo
 from loadtests.harness import ROOT, device
 from loadtests.ledger import Ledger, interval
-from server.batching import Batch, Row
+from server.batching import Batch
 from server.cache_folder import cache_folder
 from server.cache_guard import Guard, cache_arrays, settle
 from server.messages import Sampling, Snapshot
 from server.messages import Sequence as Asked
+from server.rows import Row
 from server.starter import NAME, is_whole
 
 HYBRID = ("hybrid-16x256", "qwen3_5", 16, 256)

@@ -16,12 +16,13 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from server.batching import Batch, Row
+from server.batching import Batch
 from server.cache_guard import Caches, Guard
 from server.certificate import Agreement
 from server.messages import Sampling, Sequence, Snapshot
 from server.model import Loaded
 from server.prefill import Prefill
+from server.rows import Row
 
 LENGTHS = (5, 19, 40)  # prompts of the rows
 APART = 6  # steps between two joins

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
-from server.batching import Row
 from server.messages import ReadsTogether
 from server.plans import most_read, rows_read
+from server.rows import Row
 
 MOST_ROWS = 32  # of a pass
 LONGEST = 1024  # positions of a row that reads together: for longer ones the host's time is no matter

@@ -16,10 +16,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from server.batching import Batch, Drawn, Row
+from server.batching import Batch
 from server.cache_guard import Caches, parts
 from server.messages import GroupState
 from server.model import Loaded
+from server.rows import Drawn, Row
 
 REGROUP_STEPS = 256  # iterations between two looks at the grouping; KV grows by as many positions
 WORTH = 0.6  # a grouping must move less than this share of a simpler one's bytes: moving rows copies their KV

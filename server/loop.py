@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from server.batching import Batch, Drawn, Row
+from server.batching import Batch
 from server.cache_guard import Caches, Guard, cache_arrays, parts, settle
 from server.cohort import Cohorts
 from server.constrain import Grammars, Matcher
@@ -45,6 +45,7 @@ from server.prefill import ChunkFailed, Prefill
 from server.prefix_cache import PrefixCache
 from server.pressure import BUFFERS, Act, Verb
 from server.residency import Residency
+from server.rows import Drawn, Row
 from server.seam import Pulse, Seam
 from server.settings import Settings
 from server.sharing import Sharing
@@ -452,8 +453,7 @@ class Loop:
 
     def _recover(self, row: Row) -> None:
         self._rebuilt.add(row.seq)
-        row.caches, row.shared, row.pending, row.adjust, row.score, row.constraint = [], None, None, None, None, None
-        row.prompt_scores = []
+        row.reset()
         if row.sequence.grammar is not None:
             self._compiling[row.seq] = self._grammars.compile(row.sequence, row.tokens[len(row.sequence.prompt) :])
         self._prefill.insert(row)

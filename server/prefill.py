@@ -15,12 +15,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from server.batching import Model, Row
 from server.cache_guard import Guard, cache_arrays
 from server.cohort import ROOMY, Cohorts
 from server.messages import LARGEST_CHUNK, TokenLogprobs
 from server.pace import CHUNKS, Pace
 from server.plans import rows_read
+from server.rows import Model, Row
 from server.sampling import top_candidates
 from server.together import Shared, kept, read_together, taken_apart
 

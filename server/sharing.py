@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from server.batching import Row
 from server.cache_guard import Caches, parts
 from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim
+from server.rows import Row
 
 
 class Sharing:

@@ -11,9 +11,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from loadtests import zoo
-from server.batching import Batch, Row
+from server.batching import Batch
 from server.cache_guard import Guard, cache_arrays
 from server.messages import Sampling, Sequence, Snapshot
+from server.rows import Row
 from server.sampling import Sampler
 
 # Those that must stay flat, cost what was predicted and, all but the one that mlx-lm can't batch, say the same alone.

@@ -9,8 +9,7 @@ from typing import ClassVar
 import pytest
 from driving import Rig, model, prompt, row
 
-from server import batching, loop
-from server.batching import Batch
+from server import columns, loop
 from server.constrain import Grammars
 from server.faults import Faults, parse
 from server.grammar import answer
@@ -527,15 +526,15 @@ def test_what_one_group_drew_is_delivered_though_the_next_one_fails(alone):
 
 @pytest.mark.parametrize("times", [1, 10**6], ids=["once", "always"])
 def test_a_join_that_fails_costs_nobody_anything(monkeypatch, alone, times):
-    merge, left = Batch._merge, [times]
+    merge, left = columns.merged, [times]
 
-    def failing(self, rows):
-        if len(self.rows) + len(rows) > 1 and left[0]:
+    def failing(rows):
+        if left[0]:
             left[0] -= 1
             raise StopIteration
-        return merge(self, rows)
+        return merge(rows)
 
-    monkeypatch.setattr(Batch, "_merge", failing)
+    monkeypatch.setattr(columns, "merged", failing)
     engine = Engine()
     rows = some_rows(5, 40, 9)
     for one in rows[:2]:
@@ -547,7 +546,7 @@ def test_a_join_that_fails_costs_nobody_anything(monkeypatch, alone, times):
 
 
 def test_a_leave_that_fails_costs_nobody_anything(monkeypatch, alone):
-    keep, left = batching.kept, [1]
+    keep, left = columns.kept, [1]
 
     def failing(caches, places, **how):
         if left[0]:
@@ -555,7 +554,7 @@ def test_a_leave_that_fails_costs_nobody_anything(monkeypatch, alone):
             raise ValueError("boom")
         return keep(caches, places, **how)
 
-    monkeypatch.setattr(batching, "kept", failing)
+    monkeypatch.setattr(columns, "kept", failing)
     engine = Engine()
     rows = [row(0, prompt(5), max_tokens=3), *some_rows(40, 9, first=1)]
     for one in rows:
