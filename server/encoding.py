@@ -4,7 +4,7 @@ Owns the border between text that somebody typed and text that structures a prom
 special token in typed text, `Encoder` turns it into ordinary tokens. Runs in the server's worker thread. Never renders
 a template, never touches MLX.
 
-A shielded text has an invisible mark at every character that could help to spell a special token. Templates may
+A shielded text has an invisible mark at every character that could help to spell a control token. Templates may
 trim, split and join such texts as they like. Where marks are left in the end, the text is encoded by a copy of the
 tokenizer that matches no special token at all; the true ones are put to it as stand-ins. So the text between two true
 ones is one run for the tokenizer, as if the special token it spells didn't exist.
@@ -71,17 +71,19 @@ class Encoder:
     """Encodes with one Hugging Face tokenizer, which it leaves as it is.
 
     Attributes:
-        specials: the special tokens' texts.
-        shield: what hides special tokens in typed text.
+        control: the control tokens' texts: those of the special tokens, and of others that structure a chat.
+        shield: what hides control tokens in typed text.
         opening: ids that the tokenizer puts before every bare text, such as a begin-of-sequence token.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: Vocabulary, markers: frozenset[int] = frozenset()) -> None:
+        """`markers`: added tokens that are control although they aren't special."""
         self._tokenizer = tokenizer
-        self._special = vocabulary.special - {tokenizer.unk_token_id}
-        self._entries = {i: entry for i, entry in tokenizer.added_tokens_decoder.items() if i in vocabulary.special}
+        self._control = (vocabulary.special | markers) - {tokenizer.unk_token_id}
+        added, control = tokenizer.added_tokens_decoder, vocabulary.special | markers
+        self._entries = {i: entry for i, entry in added.items() if i in control}
         self._ids = {entry.content: i for i, entry in self._entries.items()}
-        self.specials = frozenset(self._ids)
+        self.control = frozenset(self._ids)
         self.shield = Shield(list(self._ids))
         self._backend = _backend(tokenizer)
         # A normalizer can make a special token of text that isn't spelled like one.
@@ -104,13 +106,13 @@ class Encoder:
         return ids, [bisect_right(ends, position) for position in positions]
 
     def _encode_guarded(self, text: str, positions: Sequence[int]) -> tuple[list[int], list[int]] | None:
-        """None when the tokenizer can't be copied, or makes special tokens of plain text nevertheless."""
+        """None when the tokenizer can't be copied, or makes control tokens of plain text nevertheless."""
         if self._guard is None:
             return None
         guard, true_ids = self._guard
         places = [len(self._with_stand_ins(text[:position])) for position in positions]
         ids, ends = _measured(guard, self._with_stand_ins(text))
-        if not self._special.isdisjoint(ids):
+        if not self._control.isdisjoint(ids):
             return None
         return [true_ids.get(token, token) for token in ids], [bisect_right(ends, place) for place in places]
 
@@ -137,7 +139,7 @@ class Encoder:
 
     @cached_property
     def _guard(self) -> tuple[Any, dict[int, int]] | None:
-        """The copy that matches no special token, and which stand-in's id means which special id. Made when first
+        """The copy that matches no control token, and which stand-in's id means which control id. Made when first
         needed: it costs as much as loading the tokenizer again."""
         import tokenizers
 
@@ -147,6 +149,7 @@ class Encoder:
             copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
         except Exception:  # parts written in Python can't be copied, and the library raises bare Exceptions
             return None
+        copy.add_special_tokens(list(self._ids))  # those that weren't become special; no id changes
         copy.encode_special_tokens = True
         copy.add_tokens(
             [

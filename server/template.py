@@ -8,13 +8,9 @@ thread. Never tokenises, never touches MLX.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import jinja2
-import jinja2.meta
 
 from server.encoding import PROBE, Shield, clean
 from server.errors import InvalidValue, UnsupportedParameter
@@ -24,7 +20,6 @@ Message = dict[str, Any]
 Form = Callable[[Any], Any]  # what becomes of a call's arguments
 Renderer = Callable[..., str]  # (messages, tools=…, add_generation_prompt=…, continue_final_message=…, **variables)
 
-_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _ROLES = {"developer": "system", "function": "tool"}
 _BOOLEAN_SWITCHES = ("enable_thinking", "thinking")
 _REASONING = ("reasoning_content", "reasoning")
@@ -45,16 +40,6 @@ class Rendered:
     text: str
     places: tuple[int, ...]
     reasoning: bool
-
-
-def variables(template: str | None) -> frozenset[str]:
-    """What a template reads from outside; nothing when it doesn't parse (rendering will tell)."""
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        tree = environment.parse(_GENERATION_TAG.sub("", template or ""))
-    except jinja2.TemplateSyntaxError:
-        return frozenset()
-    return frozenset(jinja2.meta.find_undeclared_variables(tree))
 
 
 class ChatTemplate:

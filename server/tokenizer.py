@@ -16,7 +16,9 @@ from typing import Any
 
 from server.encoding import PROBE, Encoder
 from server.errors import StartupError
-from server.template import ChatTemplate, Message, Renderer, variables
+from server.markers import markers, samples
+from server.template import ChatTemplate, Message, Renderer
+from server.template_source import literals, variables
 from server.vocabulary import Vocabulary
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -88,7 +90,7 @@ class Tokenizer:
         self._hf = wrapper._tokenizer
         self.info = {"tokenizer_class": type(self._hf).__name__, "chat_template": self._hf.chat_template, **own}
         self._vocabulary = Vocabulary(self._hf)
-        self._encoder = Encoder(self._hf, self._vocabulary)
+        self._encoder = Encoder(self._hf, self._vocabulary, _markers(wrapper))
         self.vocab_size = self._vocabulary.size
         self.think = _think(wrapper)
         self.transitions: Transitions = {s: tuple(edges) for s, edges in wrapper.response_transitions.items()}
@@ -122,7 +124,7 @@ class Tokenizer:
 
     # ---------------------------------------------------------------- text → ids
     def encode(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
-        """Ids of a bare text. What spells a special token in it stays text unless `special`."""
+        """Ids of a bare text. What spells a control token in it stays text unless `special`."""
         return self._encoder.encode(text, special=special, bos=bos)
 
     def chat(
@@ -203,7 +205,7 @@ def _think(wrapper: Any) -> tuple[str, str] | None:
 
 
 def _speaks_harmony(encoder: Encoder) -> bool:
-    return {"<|start|>", "<|channel|>", "<|message|>"} <= encoder.specials
+    return {"<|start|>", "<|channel|>", "<|message|>"} <= encoder.control
 
 
 def _no_parser(text: str, tools: list[dict[str, Any]] | None) -> Any:
@@ -211,18 +213,37 @@ def _no_parser(text: str, tools: list[dict[str, Any]] | None) -> Any:
 
 
 def _template(wrapper: Any, encoder: Encoder, think: tuple[str, str] | None) -> ChatTemplate:
-    hf = wrapper._tokenizer
     if not wrapper.has_chat_template:
         return ChatTemplate(None, frozenset(), encoder.shield, think)
-    render: Renderer
-    if isinstance(hf.chat_template, str | dict) and wrapper._chat_template is None:
-        source = hf.chat_template if isinstance(hf.chat_template, str) else hf.chat_template.get("default")
-        render, names = hf.apply_chat_template, variables(source)
-    else:  # templates that are Python code know one switch, which mlx-lm translates
-        render, names = wrapper.apply_chat_template, frozenset({"enable_thinking"})
-    return ChatTemplate(
-        lambda messages, **given: str(render(messages, tokenize=False, **given)), names, encoder.shield, think
-    )
+    sources = _sources(wrapper)
+    # Templates that are Python code know one switch, which mlx-lm translates.
+    names = variables(sources[0]) if sources else frozenset({"enable_thinking"})
+    return ChatTemplate(_renderer(wrapper), names, encoder.shield, think)
+
+
+def _sources(wrapper: Any) -> list[str]:
+    """The model's templates, the usual one first; none where they are Python code."""
+    given = wrapper._tokenizer.chat_template
+    if wrapper._chat_template is not None or not isinstance(given, str | dict):
+        return []
+    return [given] if isinstance(given, str) else [given.get("default", ""), *given.values()]
+
+
+def _renderer(wrapper: Any) -> Renderer:
+    render = wrapper._tokenizer.apply_chat_template if _sources(wrapper) else wrapper.apply_chat_template
+    return lambda messages, **given: str(render(messages, tokenize=False, **given))
+
+
+def _markers(wrapper: Any) -> frozenset[int]:
+    """The added tokens that structure a chat."""
+    added = {token: entry.content for token, entry in wrapper._tokenizer.added_tokens_decoder.items()}
+    tags = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
+    edges = (tag for edges in wrapper.response_transitions.values() for tag, _ in edges)
+    texts = [text for text in (*tags, *wrapper.structural_markers, *edges) if text]
+    if wrapper.has_chat_template:
+        texts += [text for source in _sources(wrapper) for text in literals(source)]
+        texts += samples(_renderer(wrapper))
+    return markers(added, texts)
 
 
 def _defaults(generation: Mapping[str, Any]) -> dict[str, float]:

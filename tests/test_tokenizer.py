@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def loaded(folders: dict[str, Path]) -> dict[str, Tokenizer]:
     return {name: load(folder) for name, folder in folders.items()}
+
+
+def load_like(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    """The same tokenizer with another template."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = small.write(Path(folder), tokenizer._hf.backend_tokenizer, template, eos_token="<|im_end|>")
+        return load(made)
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -88,7 +96,7 @@ def test_text_comes_back_from_its_ids(loaded: dict[str, Tokenizer], kind: str, t
 
 def test_added_tokens_have_bytes_special_or_not(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["thinking"]
-    (think,) = tokenizer.encode("<think>", bos=False)
+    (think,) = tokenizer.encode("<think>", special=True, bos=False)
     (end,) = tokenizer.encode("<|im_end|>", special=True, bos=False)
     assert tokenizer.token_bytes(think) == b"<think>"
     assert not tokenizer.is_special(think)
@@ -154,7 +162,7 @@ def test_text_that_isnt_unicode_is_replaced(loaded: dict[str, Tokenizer], text: 
 
 # ---------------------------------------------------------------- chat
 def test_a_chat_is_encoded_as_the_library_encodes_it(loaded: dict[str, Tokenizer]) -> None:
-    history = [{"role": "system", "content": "Be brief."}, user("Hi <think>"), assistant("Hello."), user("Capital?")]
+    history = [{"role": "system", "content": "Be brief."}, user("Hi <b>"), assistant("Hello."), user("Capital?")]
     for name in ("bytes", "thinking"):
         wanted = loaded[name]._hf.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
         assert loaded[name].chat(history).ids == wanted
@@ -200,6 +208,73 @@ def test_typed_text_that_meets_an_answer_never_becomes_a_control_token(
 def test_a_shielded_text_spells_no_special_token(text: str, words: list[str]) -> None:
     shield = Shield(words)
     assert shield.pattern.search(shield.hide(text)) is None
+
+
+# ---------------------------------------------------------------- markers that aren't flagged special
+ROLES = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<output>' + m.content + '</output>' }}"
+    "{% else %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt }}"
+)
+UNFLAGGED = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<output>", "</output>"]
+WORDS = ["<table>", "</table>"]  # added tokens that no template writes
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["normalized", "plain"])
+def unflagged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer whose role markers aren't special tokens; its template puts them together of pieces."""
+    added = [AddedToken(word, special=False, normalized=request.param) for word in UNFLAGGED + WORDS]
+    folder = tmp_path_factory.mktemp("unflagged")
+    return load(small.write(folder, small.byte_level(*added), ROLES, eos_token="<|im_end|>"))
+
+
+def ids_of(tokenizer: Tokenizer, words: list[str]) -> set[int]:
+    return {token for word in words for token in tokenizer.encode(word, special=True, bos=False)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["user", "system", "tool"]),
+            st.lists(st.sampled_from([*UNFLAGGED, *WORDS, "<|us", "er|>", " ", "the fox"]), max_size=5).map("".join),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_what_the_template_writes_as_control_is_text_where_it_is_typed(
+    unflagged: Tokenizer, turns: list[tuple[str, str]]
+) -> None:
+    said = [{"role": role, "content": content} for role, content in turns]
+    control = ids_of(unflagged, UNFLAGGED)
+    ids = unflagged.chat(said).ids
+    harmless = unflagged.chat([m | {"content": "x"} for m in said]).ids
+    assert [i for i in ids if i in control] == [i for i in harmless if i in control]
+    assert all(content in unflagged.decode(ids, special=True) for _, content in turns)
+
+
+def test_other_added_tokens_stay_tokens_where_they_are_typed(unflagged: Tokenizer) -> None:
+    ids = unflagged.chat([user("a <table> b </table> <|user|>")]).ids
+    words = ids_of(unflagged, WORDS)
+    assert len(words) == len(WORDS)
+    assert words <= set(ids)
+
+
+def test_markers_stay_text_in_names_and_tools_too(unflagged: Tokenizer) -> None:
+    tokenizer = load_like(unflagged, "{{ tools | tojson }}{% for m in messages %}{{ m.name }}{% endfor %}<|user|>")
+    tool = {"type": "function", "function": {"name": "f", "description": "<|user|>"}}
+    ids = tokenizer.chat([user("x") | {"name": "<|user|>"}], tools=[tool]).ids
+    assert sum(i in ids_of(tokenizer, ["<|user|>"]) for i in ids) == 1
+    assert tokenizer.decode(ids).count("<|user|>") == 3
+
+
+def test_what_the_assistant_thought_keeps_its_tags(loaded: dict[str, Tokenizer]) -> None:
+    tokenizer = loaded["thinking"]
+    tags = ids_of(tokenizer, ["<think>", "</think>"])
+    said = "<think>so</think>Yes."
+    assert len(tags & set(tokenizer.chat([user("<think>"), assistant(said), user("</think>")]).ids)) == 2
+    assert len(tags & set(tokenizer.chat([user("<think>"), user("</think>")]).ids)) == 1, "the template's own"
 
 
 def test_special_text_of_a_sentencepiece_chat_keeps_its_tokens_around_it(loaded: dict[str, Tokenizer]) -> None:
