@@ -24,7 +24,7 @@ from server.api.security import Cors, Keys, Names, any_port, read_keys
 from server.api.served import Served
 from server.awake import while_busy
 from server.errors import InvalidValue, MethodNotAllowed, RequestError, UnknownUrl
-from server.locate import locate
+from server.locate import Located, locate
 from server.metrics import Metrics
 from server.settings import Settings, is_loopback
 from server.supervisor import Supervisor
@@ -55,10 +55,13 @@ def create_app(served: Served) -> FastAPI:
 
 def serving(settings: Settings) -> Served:
     """All that serves the model of the settings. Raises StartupError when there is none or its files are broken."""
-    model = locate(settings)
+    model, metrics = locate(settings), Metrics(CollectorRegistry())
+    return assemble(settings, model, metrics, Supervisor(settings, model.path, metrics))
+
+
+def assemble(settings: Settings, model: Located, metrics: Metrics, supervisor: Supervisor) -> Served:
+    """The same of parts that are there already."""
     tokenizer = Tokenizer.load(model.path, trust_remote_code=settings.trust_remote_code)
-    metrics = Metrics(CollectorRegistry())
-    supervisor = Supervisor(settings, model.path, metrics)
     created = int((model.path / "config.json").stat().st_mtime)
     return Served(settings, model.name, created, generic_tools.with_format(tokenizer), supervisor, metrics)
 

@@ -7,6 +7,8 @@ twice. Runs in the main thread. What can't start ends with one line on stderr an
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import server
-from server import certificate, faults
+from server import certificate, faults, logs
 from server.errors import StartupError
 from server.settings import (
     SIZE_UNITS,
@@ -30,7 +32,7 @@ from server.settings import (
     load_from,
     read_sources,
 )
-from server.sources import ENV_PREFIX, Sources, did_you_mean, option
+from server.sources import ENV_PREFIX, Sources, did_you_mean, option, variable
 
 EXIT_UNABLE = 2
 GROUPS: dict[str, type[BaseModel]] = {
@@ -54,7 +56,7 @@ class Parser(argparse.ArgumentParser):
     """argparse's, with one line for a mistake instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_UNABLE, f"marathon: {message} (see {self.prog} --help)\n")
+        raise StartupError(f"{message} (see {self.prog} --help)")
 
     def refuse(self, word: str) -> NoReturn:
         """An argument that no option and no command takes."""
@@ -118,23 +120,29 @@ def _help(name: str, field: FieldInfo) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
-    command, config = options.pop("command"), options.pop("config", None)
-    if command is None:
-        parser().print_help()
-        return
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if command == "certify":
-            sys.exit(certify(options))
-        run(command, read_sources(options, config))
+        sys.exit(_run(parse(given)))
     except StartupError as error:
-        sys.exit(_complain(str(error)))
+        sys.exit(_complain(str(error), given))
     except KeyboardInterrupt:
         sys.exit(130)
 
 
+def _run(options: dict[str, Any]) -> int:
+    """The exit code."""
+    command, config = options.pop("command"), options.pop("config", None)
+    if command is None:
+        parser().print_help()
+        return 0
+    if command == "certify":
+        return certify(options)
+    run(command, read_sources(options, config))
+    return 0
+
+
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
-    """The options by name, `command` among them. Ends the process for those that don't exist."""
+    """The options by name, `command` among them. Raises StartupError for those that don't exist."""
     top = parser()
     _refuse_option_without_command(top, arguments[:1])
     options, unknown = top.parse_known_args(arguments)
@@ -156,6 +164,7 @@ def certify(options: dict[str, Any]) -> int:
     from server.locate import locate
 
     settings = load(certificate.settings_of(options))
+    logs.configure()
     return certificate.run(certificate.order(locate(settings).path, options)).returncode
 
 
@@ -170,12 +179,24 @@ def run(command: str, sources: Sources) -> None:
     else:
         from server.check import report
 
+        logs.configure(settings.log_level, settings.log_format)
         print(report(settings, sources))
 
 
-def _complain(message: str) -> int:
-    print(f"marathon: {' '.join(message.split())}", file=sys.stderr)
+def _complain(message: str, given: Sequence[str]) -> int:
+    line = " ".join(message.split())
+    if wants_json(given):
+        logs.configure(form="json")
+        logging.getLogger("marathon").critical("%s", line)
+    else:
+        print(f"marathon: {line}", file=sys.stderr)
     return EXIT_UNABLE
+
+
+def wants_json(given: Sequence[str]) -> bool:
+    """Whether lines are for machines, as far as that can be known of settings that may be wrong."""
+    words = " ".join(given).replace("=", " ")
+    return "--log-format json" in words or os.environ.get(variable("log_format"), "").lower() == "json"
 
 
 if __name__ == "__main__":

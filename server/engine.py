@@ -16,7 +16,7 @@ import socket
 import sys
 
 from server import faults as faults_module
-from server import messages
+from server import logs, messages
 from server.errors import StartupError
 from server.messages import Snapshot, Start
 from server.seam import Pulse, Seam
@@ -36,7 +36,7 @@ def main() -> None:
     if not isinstance(first, Start):
         sys.exit("engine: the first command must be Start")
     settings = from_json(first.settings)
-    logging.basicConfig(level=settings.log_level.upper(), format=f"%(levelname)s engine {first.epoch}: %(message)s")
+    logs.configure(settings.log_level, settings.log_format, f"engine {first.epoch}")
     _tie_to_parent()
     sys.exit(run(seam, first, settings))
 
@@ -59,7 +59,7 @@ def run(seam: Seam, start: Start, settings: Settings) -> int:
     fault = faults_module.Faults(
         faults_module.parse(settings.faults), epoch=start.epoch, write_garbage=seam.send_garbage
     )
-    pulse.enter("starting")
+    pulse.enter("importing MLX and the models' code")
     fault.at_start()
     from server import loop  # MLX and the model code load here, with the pulse already beating
 

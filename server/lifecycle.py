@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import importlib.util
 import json
 import logging
 import re
 import socket
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, cast
@@ -25,40 +23,24 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+import server
 from server import logs
 from server.api.access import ABORT
 from server.api.security import read_keys
+from server.entrance import Entrance
 from server.errors import Draining, InvalidValue, NotReady, StartupError
+from server.listening import listen
+from server.locate import at_hand
 from server.messages import Ready
 from server.settings import Settings
+from server.startup import Ended, Startup
 from server.supervisor import Supervisor
 
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep a connection, so that none is closed under a request
+LOOK_SECONDS = 0.2  # between two looks for a first engine, once some have failed to start
 CLOSE_SECONDS = 3  # for the last bytes of requests and answers, once nothing generates any more
 
 log = logging.getLogger("marathon")
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not listening yet. Raises StartupError that names the port."""
-    with contextlib.ExitStack() as undo:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            sock = undo.enter_context(socket.socket(family, kind, protocol))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-        except OSError as error:
-            raise _cannot_listen(error, host, port) from None
-        undo.pop_all()
-        return sock
-
-
-def _cannot_listen(error: OSError, host: str, port: int) -> StartupError:
-    if error.errno == errno.EADDRINUSE:
-        return StartupError(f"port {port} on {host} is already in use; choose another with --port")
-    return StartupError(f"can't listen on port {port} of {host}: {error.strerror or error}")
 
 
 # ---------------------------------------------------------------- HTTP
@@ -131,10 +113,12 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: ASGIApp, supervisor: Supervisor, settings: Settings, announce: Callable[[Ready], None]
+        self, app: ASGIApp, supervisor: Supervisor | None, settings: Settings, announce: Callable[[Ready], None]
     ) -> None:
+        """Without a `supervisor` yet, `app` is an Entrance that makes it."""
         super().__init__(config(app))
         self.failure: StartupError | None = None
+        self._entrance = app if isinstance(app, Entrance) else None
         self._supervisor = supervisor
         self._settings = settings
         self._announce = announce
@@ -144,19 +128,32 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        self._tasks.append(asyncio.ensure_future(self._await_engine()))
+        self._tasks.append(asyncio.ensure_future(self._open()))
 
-    async def _await_engine(self) -> None:
-        gc.collect()
-        gc.freeze()  # modules stay: a full collection would look through them for 40 ms while streams wait
+    async def _open(self) -> None:
+        """Until a first engine is ready, or it is known that there can be none."""
         try:
-            self._announce(await self._supervisor.wait_known())
+            if self._entrance is not None:
+                self._supervisor = await self._entrance.open()
+            assert self._supervisor is not None
+            gc.collect()
+            gc.freeze()  # modules stay: a full collection would look through them for 40 ms while streams wait
+            self._announce(await self._first_engine(self._supervisor))
         except StartupError as error:
             self.failure, self.should_exit = error, True
-        except Draining:
+        except (Draining, Ended):
             log.info("ended before the model was loaded")
-        except NotReady as error:  # more are tried; /ready says so, and so does every request
+
+    @staticmethod
+    async def _first_engine(supervisor: Supervisor) -> Ready:
+        """However many starts fail before it: /ready and every request say so meanwhile, and more are tried."""
+        try:
+            return await supervisor.wait_known()
+        except NotReady as error:
             log.error("%s", error)
+        while (known := supervisor.known) is None:
+            await asyncio.sleep(LOOK_SECONDS)
+        return known
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Of a signal. uvicorn would raise it again at the end; a drained server has ended well."""
@@ -166,16 +163,23 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
+        if self._supervisor is None:
+            assert self._entrance is not None
+            self._entrance.give_up()
+            self.should_exit = True
+            return
         seconds = 0.0 if self._supervisor.draining else self._settings.drain_seconds
         log.info("draining for at most %g s%s", seconds, "; a second signal ends at once" if seconds else "")
-        self._tasks.append(asyncio.ensure_future(self._end(seconds)))
+        self._tasks.append(asyncio.ensure_future(self._end(self._supervisor, seconds)))
 
-    async def _end(self, seconds: float) -> None:
-        await self._supervisor.stop(self._supervisor.clock() + seconds)
+    async def _end(self, supervisor: Supervisor, seconds: float) -> None:
+        await supervisor.stop(supervisor.clock() + seconds)
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
+        if self._entrance is not None:
+            await self._entrance.leave()
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -184,27 +188,31 @@ class Server(uvicorn.Server):
 
 def serve(settings: Settings) -> None:
     """Serves until a signal or until it is clear that it can't. Raises StartupError."""
-    began = time.monotonic()
-    logs.configure(settings)
-    read_keys(settings)  # create_app reads them again; a bad file is said before anything is fetched
-    sock = bind(settings.host, settings.port)
-    # Fetching a model may take minutes and importing its tokenizer seconds: neither before the port is ours.
-    from server.app import create_app, serving
+    logs.configure(settings.log_level, settings.log_format)
+    with logs.StrayLines() if settings.log_format == "json" else contextlib.nullcontext():
+        _serve(settings)
 
-    served = serving(settings)
-    address = f"http://{_shown(settings.host)}:{sock.getsockname()[1]}/v1"
 
-    def announce(ready: Ready) -> None:
-        seconds = time.monotonic() - began
-        print(f"Marathon serves {served.name} at {address} (ready in {seconds:.1f} s)", flush=True)
+def _serve(settings: Settings) -> None:
+    read_keys(settings)  # a bad file is said before anything is fetched; the application reads it again
+    # Fetching a model may take minutes and importing its tokenizer seconds: neither before the port is taken.
+    sockets = listen(settings.host, settings.port)
+    if settings.model is not None:
+        at_hand(settings.model)  # so that a mistyped name is one line and no more
+    address = f"http://{_shown(settings.host)}:{sockets[0].getsockname()[1]}/v1"
+    with Startup() as startup:
 
-    server = Server(create_app(served), served.supervisor, settings, announce)
-    try:
-        server.run(sockets=[sock])
-    except OSError as error:  # somebody else began to listen meanwhile
-        raise _cannot_listen(error, settings.host, settings.port) from None
-    if server.failure is not None:
-        raise server.failure
+        def announce(ready: Ready) -> None:
+            startup.finish()
+            stages = "".join(f"; {seconds:.1f} s {stage}" for stage, seconds in startup.seconds.items())
+            log.info("Marathon serves %s at %s (ready in %.1f s%s)", entrance.name, address, startup.total, stages)
+
+        startup.say(f"Marathon {server.__version__} starts: {address} takes requests, which wait for the model")
+        entrance = Entrance(settings, startup)
+        running = Server(entrance, None, settings, announce)
+        running.run(sockets=sockets)
+    if running.failure is not None:
+        raise running.failure
 
 
 def _shown(host: str) -> str:

@@ -6,8 +6,9 @@ the main thread; may fetch from the hub, and says so. Never loads a weight.
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from server.errors import StartupError
 from server.settings import Settings
 from server.starter import NAME, ensure_starter
 
+log = logging.getLogger("marathon")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -26,22 +28,24 @@ class Located:
     name: str
 
 
-def locate(settings: Settings) -> Located:
-    """Raises StartupError with one line when there is no such model."""
+def locate(settings: Settings, tell: Callable[[str], None] = log.info) -> Located:
+    """Raises StartupError with one line when there is no such model. `tell` hears how far a fetch is, at least every
+    few seconds; what it raises ends that."""
     if settings.model is None:
-        return Located(ensure_starter(settings.cache_dir, _tell), NAME)
-    folder = Path(settings.model).expanduser()
+        return Located(ensure_starter(settings.cache_dir, tell), NAME)
+    return at_hand(settings.model) or Located(_fetched(settings.model), settings.model)
+
+
+def at_hand(model: str) -> Located | None:
+    """The model that is named by its folder; None for a hub id. Raises StartupError for what is neither, at once."""
+    folder = Path(model).expanduser()
     if folder.is_dir():
         return _folder(folder.resolve())
     if folder.exists():
-        raise StartupError(f"--model {settings.model} is a file; an MLX model is a folder")
-    if _HUB_ID.fullmatch(settings.model):
-        return Located(_fetched(settings.model), settings.model)
-    raise StartupError(f"--model {settings.model}: there is no such folder, and it is no hub id either")
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        raise StartupError(f"--model {model} is a file; an MLX model is a folder")
+    if _HUB_ID.fullmatch(model):
+        return None
+    raise StartupError(f"--model {model}: there is no such folder, and it is no hub id either")
 
 
 def _folder(folder: Path) -> Located:

@@ -326,7 +326,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):
 
     epoch: int
     count: int
-    stage: str  # loading, probing, serving
+    stage: str  # in words, such as `loading the weights`
     snapshot: Snapshot | None = None
     still: float = 0.0  # seconds since the count last rose
 

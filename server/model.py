@@ -64,14 +64,14 @@ def load(path: Path, *, trust_remote_code: bool, probe: Probe | None, on_stage: 
     `on_stage` hears of each stage begun. Raises StartupError with one sentence when the folder holds no model that
     mlx-lm can run.
     """
-    on_stage("loading")
+    on_stage("loading the weights")
     try:
         model, config = load_model(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise StartupError(f"can't load the model in {path}: {_first_line(error)}") from error
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     if probe is None:
-        on_stage("probing")
+        on_stage("trying out how the model batches and what it costs")
         try:
             probe = try_out(model, weights)
         except Exception as error:

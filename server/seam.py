@@ -6,10 +6,10 @@ the writer thread, which sends progress each second, also while the main thread 
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from time import monotonic
@@ -19,6 +19,8 @@ from server.messages import Command, Event, Frames, Progress, Snapshot
 
 PROGRESS_SECONDS = 1.0
 READ_SIZE = 1 << 16
+
+log = logging.getLogger("marathon.engine")
 
 
 class Seam:
@@ -40,7 +42,7 @@ class Seam:
                 for frame in frames.feed(data):
                     self._inbox.put(messages.unpack_command(frame))
         except (OSError, messages.TornFrame) as error:
-            print(f"engine: the server's side of the seam is broken: {error}", file=sys.stderr)
+            log.error("the server's side of the seam is broken: %s", error)
         os._exit(0)  # the server is gone; whatever the main thread does, nobody waits for it
 
     def send(self, event: Event) -> None:

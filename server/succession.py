@@ -62,6 +62,7 @@ class Succession:
         self.ending: Ending | None = None
         self.epoch = self.restarts = self.failed_starts = 0
         self.stepped = 0.0  # when a token came last
+        self.stage = ""  # of the newest engine, in its own words
         self.down = "the engine is starting"
         self.load_failed: str | None = None
         self.decided = asyncio.Event()  # an engine was ready, or it's known that there can be none for now
@@ -232,6 +233,7 @@ class Succession:
             self._on_load_failed(message)
 
     def _progressed(self, progress: messages.Progress) -> None:
+        self.stage = progress.stage
         if progress.count != self._count:
             self._count, self._moved = progress.count, max(self._moved, self._clock() - progress.still)
         if progress.snapshot is not None:

@@ -76,7 +76,9 @@ class Supervisor:
 
     # ---------------------------------------------------------------- start and stop
     async def start(self) -> None:
-        """Returns at once; the engine loads in the background."""
+        """Returns at once; the engine loads in the background. A second call does nothing."""
+        if self._run is not None:
+            return
         self._run = asyncio.create_task(self._engines.run())
         self._watch = asyncio.create_task(self._engines.watch())
 
@@ -131,6 +133,11 @@ class Supervisor:
     def known(self) -> messages.Ready | None:
         """The newest of any engine."""
         return self._engines.known
+
+    @property
+    def stage(self) -> str:
+        """What the newest engine is at, in its own words; empty before it has said anything."""
+        return self._engines.stage
 
     @property
     def snapshot(self) -> messages.Snapshot | None:

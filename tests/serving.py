@@ -19,6 +19,7 @@ from server import lifecycle, messages
 from server.api import generic_tools
 from server.api.served import Served
 from server.app import create_app
+from server.listening import listen
 from server.metrics import Metrics
 from server.settings import Settings, load
 from server.supervisor import Supervisor
@@ -122,7 +123,7 @@ async def run_server(
     served = build(fake, tokens or tokenizer(), **values)
     announced: list[messages.Ready] = []
     server = lifecycle.Server(create_app(served), served.supervisor, served.settings, announced.append)
-    sock = lifecycle.bind(served.settings.host, 0)
+    (sock,) = listen(served.settings.host, 0)
     task = asyncio.create_task(server._serve([sock]))  # not serve(): the signals are pytest's
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:

@@ -131,20 +131,6 @@ async def test_a_server_can_be_ended_while_its_model_loads() -> None:
         assert not fake.alive
 
 
-def test_a_taken_port_is_named_in_one_line() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(StartupError, match=f"port {port} .* in use"):
-            lifecycle.bind("127.0.0.1", port)
-
-
-def test_a_host_that_is_not_ours_is_refused_in_one_line() -> None:
-    with pytest.raises(StartupError, match="can't listen"):
-        lifecycle.bind("192.0.2.1", 0)
-
-
 # ---------------------------------------------------------------- as a process
 def marathon(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "server.cli", *arguments]

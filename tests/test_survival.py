@@ -28,6 +28,7 @@ from loadtests.crew import bodies
 from loadtests.listener import Account, ask, completion
 from loadtests.sameness import Verdicts
 from server import app, lifecycle, messages
+from server.listening import listen
 from server.settings import load
 from server.supervisor import Supervisor
 
@@ -79,7 +80,7 @@ async def site(tiny: Any) -> AsyncIterator[Site]:
     )
     served = app.serving(settings)
     server = lifecycle.Server(app.create_app(served), served.supervisor, settings, lambda ready: None)
-    sock = lifecycle.bind(settings.host, 0)
+    (sock,) = listen(settings.host, 0)
     task = asyncio.create_task(server._serve([sock]))  # not serve(): the signals are pytest's
     site = Site(sock.getsockname()[1], served.supervisor, [])
     try:
