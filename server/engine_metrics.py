@@ -41,6 +41,10 @@ class EngineView(Protocol):
         """Of the living engine; None while there is none."""
 
     @property
+    def is_up(self) -> bool:
+        """It gives its signs of life, too."""
+
+    @property
     def known(self) -> Ready | None:
         """Newest of any engine."""
 
@@ -127,7 +131,9 @@ def _group_bytes(s: Snapshot) -> Value:
 
 
 FROM_SUPERVISOR: tuple[Series[EngineView], ...] = (
-    Series("marathon_engine_up", "1 while an engine has its model loaded and lives.", lambda v: v.ready is not None),
+    Series(
+        "marathon_engine_up", "1 while an engine has its model loaded and gives its signs of life.", lambda v: v.is_up
+    ),
     Series("marathon_requests_running", "Sequences that are in the engine.", lambda v: v.running),
     Series("marathon_requests_waiting", "Sequences that wait for the engine.", lambda v: v.waiting),
     Series("marathon_queue_limit", "Sequences that may wait.", lambda v: v.queue_limit),

@@ -45,6 +45,7 @@ class Generation:
     live: Live
     generated: list[int] = field(default_factory=list)
     past: Past = field(default_factory=Past)
+    taken: bool = False  # the engine that it is in has begun to work on it
     ended: bool = False  # finished, cancelled or failed: no engine has it or will
     reason: Finish | None = None  # why it finished
     # timing, by the supervisor's clock; 0 is "not yet"

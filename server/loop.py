@@ -21,6 +21,7 @@ from server.batching import Batch
 from server.cache_guard import Caches, Guard, cache_arrays, parts, settle
 from server.cohort import Cohorts
 from server.constrain import Grammars, Matcher
+from server.durations import Durations
 from server.faults import Faults
 from server.groups import Groups
 from server.messages import (
@@ -39,6 +40,7 @@ from server.messages import (
     Started,
     Steps,
     Submit,
+    Taken,
 )
 from server.model import Loaded
 from server.prefill import ChunkFailed, Prefill
@@ -133,7 +135,7 @@ class Loop:
         self._rows: dict[int, Row] = {}
         self._started: list[Started] = []
         self._rebuilt: set[int] = set()  # rows without a token since they were rebuilt
-        self._shapes: set[tuple[str, int]] = set()
+        self._durations = Durations()
         self._leaked: list[mx.array] = []
         # Metal refuses what is beyond its limit, our own count refuses nothing: given a limit, we act as Metal does.
         self._enforced = settings.buffer_limit if residency.source.name == "native" else None
@@ -191,6 +193,9 @@ class Loop:
     # ------------------------------------------------------------ rows in and out
     def _submit(self, command: Submit) -> None:
         sequence = command.sequence
+        if command.generated:
+            self._faults.reached("resume")
+        self._seam.send(Taken(self._epoch, command.seq))
         if fault := unfit(sequence, command.generated, self._loaded.probe.vocab_size):
             self._seam.send(Failed(self._epoch, command.seq, "row", fault))
             return
@@ -202,8 +207,6 @@ class Loop:
             arrived=perf_counter(),
         )
         self._rows[row.seq] = row
-        if command.generated:
-            self._faults.reached("resume")
         if sequence.grammar is not None:
             self._compiling[row.seq] = self._grammars.compile(sequence, command.generated)
         self._prefill.insert(row)
@@ -312,8 +315,7 @@ class Loop:
 
     def _chunk_done(self, row: Row, size: int, seconds: float) -> None:
         self._pulse.beat()
-        self._snapshot.longest_step_seconds = max(self._snapshot.longest_step_seconds, seconds)
-        self._snapshot.first_shape = False
+        self._leave_shape(seconds)
         if row.rebuilds == 0 and self._faults.spec:
             self._faults.reached("prefill")
             self._faults.poisoned("prefill", row.tokens[0], row.produced)
@@ -348,8 +350,13 @@ class Loop:
 
     def _enter_shape(self, kind: str, size: int) -> None:
         """The first of its shape may have to be compiled: the server is more patient with it."""
-        self._snapshot.first_shape = (kind, size) not in self._shapes
-        self._shapes.add((kind, size))
+        self._durations.enter(kind, size)
+        self._snapshot.first_shape = self._durations.is_first
+        self._snapshot.typical_step_seconds = self._durations.usual
+
+    def _leave_shape(self, seconds: float) -> None:
+        self._durations.leave(seconds)
+        self._snapshot.first_shape = False
 
     def _step_one(self, batch: Batch) -> Drawn:
         if self._faults.spec:
@@ -359,8 +366,7 @@ class Loop:
         news = self._groups.step(batch)
         seconds = perf_counter() - started
         snapshot = self._snapshot
-        snapshot.first_shape = False
-        snapshot.longest_step_seconds = max(snapshot.longest_step_seconds, seconds)
+        self._leave_shape(seconds)
         snapshot.steps += 1
         snapshot.batch_sizes[len(batch)] = snapshot.batch_sizes.get(len(batch), 0) + 1
         snapshot.last_step_time = time()

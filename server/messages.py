@@ -227,6 +227,13 @@ class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
     seq: int
 
 
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """The engine begins to work on this sequence. Should it die before it says so, the sequence had no part in it."""
+
+    epoch: int
+    seq: int
+
+
 class Rotate(msgspec.Struct, frozen=True, tag="rotate", omit_defaults=True):
     """The engine asks to be replaced before MLX throws."""
 
@@ -281,7 +288,7 @@ class Snapshot(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     last_step_time: float = 0.0  # seconds since the epoch
     step_seconds: dict[str, float] = {}  # by part: forward, sample, guard, read, publish, prefill
-    longest_step_seconds: float = 0.0  # longest step or chunk so far
+    typical_step_seconds: float = 0.0  # what a step or chunk like the one under way usually takes
     first_shape: bool = False  # the step under way has a shape never run before
     groups: list[GroupState] = []
     # memory
@@ -320,9 +327,12 @@ class Snapshot(msgspec.Struct, omit_defaults=True):
         self.action_counts[action] = self.action_counts.get(action, 0) + 1
 
 
+PROGRESS_SECONDS = 1.0
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):
-    """Sent each second by the writer thread, and at each load stage. `count` rises at each chunk, step and stage;
-    while it stands still the engine may be stuck."""
+    """Sent each PROGRESS_SECONDS by the writer thread, and at each load stage. `count` rises at each chunk, step and
+    stage; while it stands still the engine may be stuck."""
 
     epoch: int
     count: int
@@ -331,7 +341,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):
     still: float = 0.0  # seconds since the count last rose
 
 
-Event = LoadFailed | Ready | Steps | Failed | Preempted | Rotate | Progress
+Event = LoadFailed | Ready | Taken | Steps | Failed | Preempted | Rotate | Progress
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

@@ -26,6 +26,7 @@ from server.live import Cause, Generation, Live
 from server.watch import Departures
 
 RECLAIM_SECONDS = 10.0  # between two wishes of ours that the engine frees what it can
+TURN_SECONDS = 30.0  # until one that runs apart has its turn, however many others there are
 
 log = logging.getLogger("marathon")
 
@@ -49,6 +50,9 @@ class Roster:
         self._link: Link | None = None
         self._capacity: Capacity | None = None
         self._feeding = False
+        self._fed = 0.0  # since when
+        self._busy_since = 0.0  # that the engine has had something to do
+        self._settling: asyncio.TimerHandle | None = None  # the engine must live for longer until one may join
         self._snapshot = messages.Snapshot()
         self._calm_since = 0.0
         self._reclaimed = -math.inf
@@ -56,6 +60,11 @@ class Roster:
     @property
     def waiting(self) -> int:
         return len(self._queue) + len(self._returning)
+
+    @property
+    def busy_since(self) -> float:
+        """When the engine was given work that isn't done; inf if it has none."""
+        return self._busy_since if self.running else math.inf
 
     def retry_after(self) -> int:
         """Seconds until a further request has a chance."""
@@ -105,8 +114,21 @@ class Roster:
 
     def fail_all(self, error: RequestError) -> None:
         """Every request that isn't done ends with this error."""
+        self._fail_where(lambda live: True, error)
+
+    def fail_unbegun(self, error: RequestError) -> None:
+        """Requests that no engine has been given yet end with this error: they lose nothing and can ask elsewhere."""
+        self._fail_where(lambda live: not any(g.submitted for g in live.generations), error)
+
+    def fail_lost(self, before: float, error: RequestError) -> None:
+        """Requests of which a part has been waiting to be continued since `before` end with this error."""
+        self._fail_where(
+            lambda live: any(g.cause and not g.ended and g.lost <= before for g in live.generations), error
+        )
+
+    def _fail_where(self, ends: Callable[[Live], bool], error: RequestError) -> None:
         for live in self.lives:
-            if not all(generation.ended for generation in live.generations):
+            if ends(live) and not all(generation.ended for generation in live.generations):
                 self._fail(live, error)
 
     def _fail(self, live: Live, error: RequestError) -> None:
@@ -158,7 +180,8 @@ class Roster:
     def feed(self, link: Link, capacity: Capacity) -> None:
         """This engine is ready for work."""
         self._link, self._capacity, self._feeding = link, capacity, True
-        self._snapshot, self._calm_since, self._reclaimed = messages.Snapshot(), self.clock(), -math.inf
+        self._fed = self._calm_since = self.clock()
+        self._snapshot, self._reclaimed = messages.Snapshot(), -math.inf
         self.pump()
 
     def hold(self) -> None:
@@ -208,9 +231,9 @@ class Roster:
 
     def _next(self, room: Room) -> Generation | None:
         """Those that are continued go first; while one is on probation nobody new may muddle who is to blame."""
-        if self._returning:
+        if self._returning and not self._gives_way(self._returning[0]):
             head = self._returning[0]
-            free = probation.may_start(head, self.running.values())
+            free = probation.may_start(head, self.running.values()) and self._has_settled(head)
             return self._returning.popleft() if free and room.holds(head.length, head.length) else None
         if not self._queue or self._tried is not None:
             return None
@@ -219,17 +242,41 @@ class Roster:
             return self._queue.popleft() if room.admits_new(self._planned(head), head.length) else None
         return self._queue.popleft() if room.admits_preempted(head.length) else None
 
+    def _gives_way(self, generation: Generation) -> bool:
+        """One that runs apart lets the others go first, for as long as is fair."""
+        has_others = bool(self.running or self._queue)
+        return probation.runs_apart(generation.past) and has_others and self.clock() < generation.lost + TURN_SECONDS
+
+    def _has_settled(self, generation: Generation) -> bool:
+        """The engine has lived for long enough to be given this one. If not, it's looked at again when it has."""
+        left = self._fed + probation.settle_seconds(generation.past) - self.clock()
+        if left > 0 and self._settling is None:
+            self._settling = asyncio.get_running_loop().call_later(left, self._settled)
+        return left <= 0
+
+    def _settled(self) -> None:
+        self._settling = None
+        self.pump()
+
     def _submit(self, generation: Generation) -> None:
         assert self._link is not None
+        generation.taken = False
         if not generation.submitted:
             generation.submitted = self.clock()
             self._counts.queue_time(generation.submitted - generation.live.arrived)
         if generation.past.trial:
             self._tried = generation
+        if not self.running:
+            self._busy_since = self.clock()
         self.running[generation.seq] = generation
         self._link.send(messages.Submit(self._link.epoch, generation.seq, generation.sequence, generation.generated))
 
     # ---------------------------------------------------------------- from the engine
+    def taken(self, seq: int) -> None:
+        """The engine has begun to work on one."""
+        if (generation := self.running.get(seq)) is not None:
+            generation.taken = True
+
     def steps(self, step: messages.Steps) -> None:
         """One loop iteration of the engine: beginnings, a token for each row, ends."""
         self._delivery.deliver(step, self.running)
@@ -277,14 +324,23 @@ class Roster:
     # ---------------------------------------------------------------- the engine is gone
     def take_back(self, cause: Cause, *, planned: bool) -> list[Generation]:
         """The engine is lost: all that ran in it will be continued, except those returned, which have to end."""
-        aboard = list(self.running.values())
+        lost, was_fed = list(self.running.values()), self._link is not None
         self.running.clear()
         self._link, self._feeding, self._tried = None, False, None
-        for generation in aboard:
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
+        for generation in lost:
             self._lost(generation, cause)
-        ended = [] if planned else probation.judge(aboard, stalled=cause == "stall", absent=self._returning)
-        self._returning = deque(probation.order([*aboard, *self._returning]))
+        ended = self._judge(lost, stalled=cause == "stall") if was_fed and not planned else []
+        self._returning = deque(probation.order([*lost, *self._returning]))
         return ended
+
+    def _judge(self, lost: Sequence[Generation], *, stalled: bool) -> list[Generation]:
+        """Those that the engine hadn't begun with had no more part in its death than those that waited."""
+        aboard = [generation for generation in lost if generation.taken]
+        absent = [*(generation for generation in lost if not generation.taken), *self._returning]
+        return probation.judge(aboard, stalled=stalled, age=self.clock() - self._fed, absent=absent)
 
     def _lost(self, generation: Generation, cause: Cause) -> None:
         if generation.cause is None:

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from time import monotonic
 
 from server import messages
-from server.messages import Command, Event, Frames, Progress, Snapshot
+from server.messages import PROGRESS_SECONDS, Command, Event, Frames, Progress, Snapshot
 
-PROGRESS_SECONDS = 1.0
 READ_SIZE = 1 << 16
 
 log = logging.getLogger("marathon.engine")

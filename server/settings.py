@@ -95,6 +95,9 @@ class EngineSettings(BaseModel):
     long_group_interval: int = Field(4, ge=1, le=4, description="long groups step at least each k-th iteration")
     stall_seconds: float = Field(60, gt=0, description="no progress for so long: the engine is replaced")
     start_seconds: float = Field(300, gt=0, description="longest that an engine may take to start")
+    outage_seconds: float = Field(
+        600, ge=0, description="answers under way are kept for so long while no engine can be started"
+    )
     rotate_min_seconds: float = Field(60, ge=0, description="rotations needed sooner than this name a leak")
     keep_awake: bool = Field(False, description="macOS: no idle sleep while generations run")
     faults: str = Field("", description="DANGEROUS, for tests: what to break, e.g. kill@decode:100")

@@ -5,7 +5,8 @@ are the roster's: it's told when there is an engine to feed and when that is los
 supervisor's.
 
 Planned or not, the end of an engine is always the same: what it still said is heard, its generations are taken back,
-what is left of its process is killed and reaped, and only then the next one starts and goes on with them.
+what is left of its process is killed and reaped, and only then the next one starts and goes on with them. While none
+can be started, new requests are refused and answers under way are kept, for as long as `outage_seconds` says.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,16 +27,20 @@ from server.delivery import Counts
 from server.errors import GenerationFailed, NotReady
 from server.link import Engine, Link
 from server.live import Cause, Generation
-from server.probation import MAX_DEATHS, MAX_STRIKES
+from server.liveness import Liveness, Overdue
+from server.probation import MAX_STRIKES
 from server.roster import Roster
 from server.settings import Settings
 from server.watch import GOOD_LIFE, HASTY_ROTATIONS, Backoff, RotationPace, StallLimit
 
-FAILED_STARTS = 3  # in a row, until requests are told that there is no engine
+FAILED_STARTS = 3  # in a row, until new requests are refused
+AWAITED_SECONDS = 5.0  # longest pause after a failed start while answers wait for the next
 DRAIN_SECONDS = 10.0  # for an engine to leave in good order before the next one starts
 LEAVE_SECONDS = 2.0  # and when the server itself ends: nobody needs its memory back in order
 BURY_SECONDS = 20.0  # for a killed one to give its memory back
 HASTY_DEATH_SECONDS = 2.0  # longest pause after an engine that had been ready
+WATCH_SECONDS = 0.2  # between two looks at the engine
+PAUSE_SECONDS = 0.5  # a look that comes later by so much shows that the server itself stood still
 _KEPT_ACTIONS = 100
 _PRIVATE = {"api_key", "api_key_file"}
 
@@ -54,6 +60,7 @@ class Succession:
         roster: Roster,
         spawn: Callable[[int], Engine],
         on_load_failed: Callable[[str], None],
+        backoff: Backoff,
     ) -> None:
         self.ready: messages.Ready | None = None
         self.known: messages.Ready | None = None
@@ -66,7 +73,7 @@ class Succession:
         self.down = "the engine is starting"
         self.load_failed: str | None = None
         self.decided = asyncio.Event()  # an engine was ready, or it's known that there can be none for now
-        self.backoff = Backoff()
+        self.backoff = backoff
         self.actions: deque[messages.Action] = deque(maxlen=_KEPT_ACTIONS)
         self.on_engine_gone: list[Callable[[messages.Snapshot], None]] = []
         self._settings = settings
@@ -78,12 +85,12 @@ class Succession:
         self._on_load_failed = on_load_failed
         self._stall = StallLimit(settings.stall_seconds)
         self._pace = RotationPace(settings.rotate_min_seconds)
-        self._overdue: asyncio.TimerHandle | None = None
+        self._latest: asyncio.TimerHandle | None = None  # when one that was asked to leave is killed
         self._stopped = asyncio.Event()
         self._failure = ""  # what the engine itself said about a failed start
-        self._began = self._ready_at = self._moved = 0.0
-        self._count = -1
-        self._served = False  # it delivered something
+        self._life = Liveness(settings, self._stall, self._clock())
+        self._served = False  # it delivered a token
+        self._worked = -math.inf  # when an engine got something done last
 
     # ---------------------------------------------------------------- one life after the other
     async def run(self) -> None:
@@ -107,7 +114,8 @@ class Succession:
     async def _one_life(self) -> float:
         """From spawn until nothing of the process is left. Returns the seconds to wait before the next."""
         self.epoch += 1
-        self._began, self._count, self._served, self._failure, self.ending = self._clock(), -1, False, "", None
+        self._life = Liveness(self._settings, self._stall, self._clock())
+        self._served, self._failure, self.ending = False, "", None
         try:
             engine = self._spawn(self.epoch)
         except OSError as error:
@@ -126,8 +134,8 @@ class Succession:
     def _take_down(self) -> bool:
         """It's lost, and all that it said has been heard. True if it had been ready."""
         was_ready, self.ready, self.link = self.ready is not None, None, None
-        if self._overdue is not None:
-            self._overdue.cancel()
+        if self._latest is not None:
+            self._latest.cancel()
         cause: Cause = self.ending if self.ending == "stall" or self.ending == "rotation" else "crash"
         if self.ending != "stop":
             self.restarts += 1
@@ -142,11 +150,13 @@ class Succession:
         return was_ready
 
     def _convict(self, generation: Generation) -> None:
-        strikes, deaths = generation.past.strikes, generation.past.deaths
-        reading, threshold = (strikes, MAX_STRIKES) if strikes >= MAX_STRIKES else (deaths, MAX_DEATHS)
-        log.warning("sequence %d has cost %d engines (limit %d) and is ended", generation.seq, reading, threshold)
-        self._act("quarantine", reading, threshold)
-        message = f"The engine was lost {deaths} times while it worked on this request; it isn't tried again."
+        past = generation.past
+        log.warning(
+            "sequence %d has cost %d engines without a token (limit %d) and is ended",
+            generation.seq, past.barren, MAX_STRIKES,
+        )  # fmt: skip
+        self._act("quarantine", past.barren, MAX_STRIKES)
+        message = f"The engine was lost {past.deaths} times while it worked on this request; it isn't tried again."
         self._roster.fail(generation.live, GenerationFailed(message))
 
     def _account(self, link: Link, was_ready: bool, end: str) -> float:
@@ -159,12 +169,11 @@ class Succession:
             log.info("engine %d %s", link.pid, end)
             return 0
         if not was_ready:
-            late = f"it wasn't ready after {self._settings.start_seconds:g} s"
-            return self._start_failed(self._failure or (late if self.ending == "start" else f"it {end}"))
+            return self._start_failed(self._failure or f"it {end}")
         log.warning(
             "engine %d (epoch %d) %s; %d sequences wait for the next", link.pid, link.epoch, end, self._roster.waiting
         )
-        if self._served or self.ending == "rotation" or self._clock() - self._ready_at > GOOD_LIFE:
+        if self._served or self.ending == "rotation" or self._age() > GOOD_LIFE:
             self.backoff.good()
         else:
             self.backoff.bad()
@@ -173,17 +182,28 @@ class Succession:
     def _start_failed(self, why: str) -> float:
         self.failed_starts += 1
         self.backoff.bad()
-        pause = self.backoff.seconds()
-        self.down = f"the engine couldn't be started, {self.failed_starts} times in a row: {why}"
-        log.error("%s; the next try is in %.3g s", self.down, pause)
+        pause = min(self.backoff.seconds(), AWAITED_SECONDS if self._roster.waiting else math.inf)
+        times = "" if self.failed_starts == 1 else f", {self.failed_starts} times in a row"
+        self.down = f"the engine couldn't be started{times}: {why}"
+        log.error("%s; the next try is in %.3g s; %d sequences wait for it", self.down, pause, self._roster.waiting)
         if self.hopeless:
             self.decided.set()
-            self._roster.fail_all(self.not_ready())
+            self._roster.fail_unbegun(self.not_ready())
         return pause
 
     @property
+    def is_up(self) -> bool:
+        """An engine has its model loaded and gives its signs of life."""
+        return self.ready is not None and not self._life.silent
+
+    @property
+    def down_reason(self) -> str:
+        """Why none is up."""
+        return "the engine gives no sign of life" if self.ready is not None and self._life.silent else self.down
+
+    @property
     def hopeless(self) -> bool:
-        """So many starts have failed that nobody should wait for the next."""
+        """So many starts have failed that no new request should wait for the next."""
         return self.failed_starts >= FAILED_STARTS
 
     def not_ready(self) -> NotReady:
@@ -193,12 +213,16 @@ class Succession:
 
     # ---------------------------------------------------------------- what it says
     def _on_event(self, event: messages.Event) -> None:
+        self._life.hear(self._clock())
         match event:
             case messages.Steps():
-                self._moved, self._served = self._clock(), True
+                self._worked = self._life.heard
+                self._life.move(self._worked)
                 if event.tokens:
-                    self.stepped = self._moved
+                    self.stepped, self._served = self._worked, True
                 self._roster.steps(event)
+            case messages.Taken():
+                self._roster.taken(event.seq)
             case messages.Progress():
                 self._progressed(event)
             case messages.Failed():
@@ -216,9 +240,9 @@ class Succession:
         assert self.link is not None
         self.ready = self.known = ready
         self.failed_starts = 0
-        self._ready_at = self._moved = self._clock()
+        self._life.is_ready(self._clock())
         self.decided.set()
-        log.info("engine %d (epoch %d) is ready after %.1f s", self.link.pid, self.epoch, self._ready_at - self._began)
+        log.info("engine %d (epoch %d) is ready after %.1f s", self.link.pid, self.epoch, self._life.loading_seconds)
         if self.ending is None:
             self._roster.feed(self.link, Capacity(ready, self._settings.context, self._settings.max_rows))
 
@@ -234,8 +258,8 @@ class Succession:
 
     def _progressed(self, progress: messages.Progress) -> None:
         self.stage = progress.stage
-        if progress.count != self._count:
-            self._count, self._moved = progress.count, max(self._moved, self._clock() - progress.still)
+        if self._life.progressed(progress, self._clock()) and self._roster.running:
+            self._worked = self._life.moved
         if progress.snapshot is not None:
             self.snapshot = progress.snapshot
             self._roster.observe(progress.snapshot)
@@ -244,7 +268,7 @@ class Succession:
     def _rotate(self, wish: messages.Rotate) -> None:
         if self.ending is not None or self.link is None:
             return
-        age = self._clock() - self._ready_at
+        age = self._age()
         log.warning(
             "engine %d %s after %.0f s: %s at %.6g, threshold %.6g",
             self.link.pid, "ends" if wish.late else "is replaced", age, wish.reason, wish.reading, wish.threshold,
@@ -265,43 +289,72 @@ class Succession:
         """Asks it to go, and sees to it that it does."""
         self.ending = ending
         self._roster.hold()
-        if self._overdue is not None:
-            self._overdue.cancel()
+        if self._latest is not None:
+            self._latest.cancel()
         if self.ready is None:  # still loading: it couldn't listen
             link.kill()
             return
         link.send(messages.Drain(link.epoch))
         seconds = LEAVE_SECONDS if self.ending == "stop" else DRAIN_SECONDS
-        self._overdue = asyncio.get_running_loop().call_later(seconds, link.kill)
+        self._latest = asyncio.get_running_loop().call_later(seconds, link.kill)
 
+    def _age(self) -> float:
+        """Seconds since it was ready."""
+        return 0.0 if self._life.ready_at is None else self._clock() - self._life.ready_at
+
+    # ---------------------------------------------------------------- watching it
     async def watch(self) -> None:
-        """Ends engines that are stuck; for ever."""
-        tick = min(0.2, self._settings.stall_seconds / 4, self._settings.start_seconds / 4)
+        """Ends engines that are stuck, and waits that have become too long; for ever."""
+        tick = min(WATCH_SECONDS, self._settings.stall_seconds / 4, self._settings.start_seconds / 4)
+        last = self._clock()
         while True:
             await asyncio.sleep(tick)
-            if self.link is not None and self.ending is None:
-                self._check(self.link)
+            now = self._clock()
+            if (late := now - last - tick) > PAUSE_SECONDS:
+                log.warning("the server stood still for %.1f s; the engine isn't blamed for that time", late)
+                self._life.excuse(late)
+            self.look()
+            last = self._clock()
+
+    def look(self) -> None:
+        """Acts on what is overdue by now."""
+        if self.link is None or self.ready is None:
+            self._give_up()
+        if self.link is not None and self.ending is None:
+            self._check(self.link)
+
+    def _give_up(self) -> None:
+        """No engine for so long that the answers under way shouldn't wait for the next."""
+        before = self._clock() - self._settings.outage_seconds
+        if self._roster.waiting and self._worked <= before:
+            self._roster.fail_lost(before, self.not_ready())
 
     def _check(self, link: Link) -> None:
-        now = self._clock()
-        if self.ready is None:
-            if now - self._began > self._settings.start_seconds:
-                self._kill(link, "start", now - self._began, self._settings.start_seconds)
-        elif not self._roster.running:
-            self._moved = now  # it owes us nothing
-        elif now - self._moved > (limit := self._stall.seconds(self.snapshot)):
+        if self.ready is not None and not self._roster.running:
+            self._life.rest(self._clock())
+        if self._overdue() or self._life.is_mute(self._clock()):
             link.drain()  # if it was us who didn't listen, its news is here
-            if link is self.link and now - self._moved > limit:
-                self._kill(link, "stall", now - self._moved, limit)
-        else:
-            self._stall.worked(self._moved - self._ready_at, self.snapshot)
+        if link is not self.link or self.ending is not None:
+            return
+        if self._life.is_mute(self._clock()) and not self._life.silent:
+            self._life.silent = True
+            log.warning("engine %d hasn't been heard of for %.1f s", link.pid, self._life.silence(self._clock()))
+        if (overdue := self._overdue()) is not None:
+            self._kill(link, overdue)
+        elif self.ready is not None and self._roster.running:
+            self._stall.worked(self._life.work_seconds, self.snapshot)
 
-    def _kill(self, link: Link, ending: Ending, age: float, limit: float) -> None:
-        log.warning("engine %d hasn't moved for %.1f s (%s limit %.1f s) and is killed", link.pid, age, ending, limit)
-        self.ending = ending
+    def _overdue(self) -> Overdue | None:
+        return self._life.overdue(self._clock(), self.snapshot, self._roster.busy_since)
+
+    def _kill(self, link: Link, overdue: Overdue) -> None:
+        log.warning("engine %d %s and is killed", link.pid, overdue.words)
+        self.ending = "stall"
+        if self.ready is None:
+            self.ending, self._failure = "start", f"it {overdue.words}"
         self._roster.hold()
-        self._act("kill_stalled", age, limit)
-        if ending == "stall" and self._stall.killed():
+        self._act("kill_stalled", overdue.age, overdue.limit)
+        if overdue.what == "stall" and self._stall.killed():
             log.warning("engines were stuck twice in a row or more: the next stall limit is doubled")
         link.kill()
 

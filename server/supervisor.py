@@ -21,6 +21,7 @@ from server.live import Delta, Live
 from server.roster import Roster
 from server.settings import Settings
 from server.succession import Succession
+from server.watch import Backoff
 
 __all__ = ["Counts", "Delta", "Live", "Supervisor"]
 
@@ -33,6 +34,7 @@ class Supervisor:
         spawn: starts the engine of an epoch; raises OSError when there is no process to be had.
         clock: monotonic seconds; deadlines are times of it.
         on_load_failed: called with one sentence when the first engine can't load its model. No further one is tried.
+        backoff: how long to wait after engines that were no good.
     """
 
     def __init__(
@@ -44,12 +46,15 @@ class Supervisor:
         spawn: Callable[[int], link.Engine] = link.spawn,
         clock: Callable[[], float] = time.monotonic,
         on_load_failed: Callable[[str], None] = lambda message: None,
+        backoff: Backoff | None = None,
     ) -> None:
         self.draining = False
         self.clock = clock
         self._settings = settings
         self._roster = Roster(counts, clock, settings.queue_limit)
-        self._engines = Succession(settings, str(model_path), counts, self._roster, spawn, on_load_failed)
+        self._engines = Succession(
+            settings, str(model_path), counts, self._roster, spawn, on_load_failed, backoff or Backoff()
+        )
         self._stop_at = math.inf
         self._run: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -115,14 +120,19 @@ class Supervisor:
     @property
     def is_ready(self) -> bool:
         """New work would start now."""
-        return self._engines.ready is not None and self._engines.ending is None and not self.draining
+        return self.is_up and self._engines.ending is None and not self.draining
+
+    @property
+    def is_up(self) -> bool:
+        """An engine has its model loaded and gives its signs of life."""
+        return self._engines.is_up
 
     @property
     def down_reason(self) -> str | None:
         """Why it wouldn't."""
         if self.is_ready:
             return None
-        return "the server is shutting down" if self.draining else self._engines.down
+        return "the server is shutting down" if self.draining else self._engines.down_reason
 
     @property
     def ready(self) -> messages.Ready | None:

@@ -11,7 +11,7 @@ from collections import deque
 
 from server import messages
 
-LONGEST_STALL = 600.0
+LONGEST_STALL = 600.0  # of the limits that aren't set but follow from how long steps take
 STEPS_FACTOR = 20
 FIRST_SHAPE_FACTOR = 5
 HASTY_ROTATIONS = 3
@@ -27,11 +27,9 @@ class StallLimit:
 
     def seconds(self, snapshot: messages.Snapshot | None) -> float:
         """The limit for the step or chunk under way."""
-        limit = self._usual(snapshot)
-        if snapshot and snapshot.first_shape:
-            limit *= FIRST_SHAPE_FACTOR
-        doubled: float = limit * 2 ** max(0, self._kills - 1)
-        return max(limit, min(doubled, LONGEST_STALL))
+        factor = FIRST_SHAPE_FACTOR if snapshot and snapshot.first_shape else 1
+        doubled: float = self._usual(snapshot) * factor * 2 ** max(0, self._kills - 1)
+        return max(self._base, min(doubled, LONGEST_STALL))
 
     def killed(self) -> bool:
         """One more engine was stuck. True: the limit has just been raised."""
@@ -45,7 +43,8 @@ class StallLimit:
             self._kills = 0
 
     def _usual(self, snapshot: messages.Snapshot | None) -> float:
-        return max(self._base, STEPS_FACTOR * (snapshot.longest_step_seconds if snapshot else 0.0))
+        """Steps that take long as a rule are waited for; one that took long once makes none after it wait."""
+        return max(self._base, min(STEPS_FACTOR * (snapshot.typical_step_seconds if snapshot else 0.0), LONGEST_STALL))
 
 
 class Backoff:

@@ -14,9 +14,13 @@ It ends rows by max_tokens ("length") and stop_ids ("stop", from min_tokens on; 
 
 What it can be told (from the event loop's thread; all but `starts` and `poison` act on the living engine):
     fake.starts = ["die", "hang", "load_failed", "garbage", "no_spawn", "ok"]   one entry a start, then "ok" for ever
+                 = ["die@hello", "die@ready", "die@submit", "die@taken", "die@prefill", "die@token:3"]   where it dies:
+                   before it reads its first command; once it's ready; when it's given a sequence, before it has taken
+                   it or after; when it has begun to read one; after 3 of its steps
     fake.poison[token] = Poison(after=5, how="die")     a prompt with that token ends or stalls its engine; how:
                                                         die | stall | garbage | fail (this row only)
     fake.die()  fake.burst(3, then="die")  fake.tear()  fake.garbage()  fake.stall()  fake.close()
+    fake.freeze()  fake.thaw()      SIGSTOP and SIGCONT: nothing of it moves, its heartbeat neither
     fake.preempt(seq=None)  fake.rotate()  fake.fail_row(seq, kind)  fake.pressure = "hold"
 What it shows: fake.rows, fake.submits, fake.cancels, fake.commands (newest life first to last), fake.lives, fake.alive.
 
@@ -81,7 +85,7 @@ class FakeEngine:
     drain_hangs: bool = False
     pressure: str = "calm"
     first_shape: bool = False
-    longest_step: float = 0.0
+    typical_step: float = 0.0
     lives: list[Life] = field(default_factory=list)
     commands: list[messages.Command] = field(default_factory=list)
 
@@ -143,6 +147,12 @@ class FakeEngine:
     def stall(self) -> None:
         self.life.stalled = True
 
+    def freeze(self) -> None:
+        self.life.moves.clear()
+
+    def thaw(self) -> None:
+        self.life.moves.set()
+
     def garbage(self) -> None:
         self.life.put(GARBAGE)
 
@@ -192,9 +202,13 @@ class Life:
         self.epoch = 0
         self.rows: dict[int, Row] = {}
         self.count = 0
+        self.beaten = 0.0  # when the count rose last
+        self.is_ready = False
         self.steps = 0
         self.tokens = 0
         self.stalled = False
+        self.moves = asyncio.Event()  # cleared while it is stopped
+        self.moves.set()
         self._code: int | None = None
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -231,10 +245,17 @@ class Life:
 
     async def _take(self) -> None:
         frames, loop = messages.Frames(), asyncio.get_running_loop()
+        self._dies_at("hello")
         while data := await loop.sock_recv(self.theirs, 1 << 16):
+            await self.moves.wait()
             for frame in frames.feed(data):
                 self._command(messages.unpack_command(frame))
         self.end(0)
+
+    def _dies_at(self, place: str) -> None:
+        if self.start == f"die@{place}" and self._code is None:
+            self.end(-9)
+            raise asyncio.CancelledError
 
     def _command(self, command: messages.Command) -> None:
         self.fake.commands.append(command)
@@ -246,6 +267,9 @@ class Life:
                 row = Row(command.seq, command.sequence, list(command.generated))
                 assert command.epoch == self.epoch
                 assert command.seq not in self.rows
+                self._dies_at("submit")
+                self.tell(messages.Taken(self.epoch, command.seq))
+                self._dies_at("taken")
                 self.rows[command.seq] = row
                 self._work.set()
             case messages.Cancel():
@@ -255,7 +279,9 @@ class Life:
 
     async def _run(self) -> None:
         self.tell(messages.Progress(self.epoch, 1, "loading"))
+        self._tasks.append(asyncio.ensure_future(self._report()))
         await asyncio.sleep(self.fake.load_seconds)
+        await self.moves.wait()
         match self.start:
             case "die":
                 return self.end(-11)
@@ -266,7 +292,9 @@ class Life:
             case "load_failed":
                 self.tell(messages.LoadFailed(self.epoch, "the model folder has no config.json"))
                 return self.end(2)
+        self.is_ready = True
         self.tell(self._ready())
+        self._dies_at("ready")
         self._tasks.append(asyncio.ensure_future(self._report()))
         while True:
             await self._iterate()
@@ -289,16 +317,20 @@ class Life:
         return messages.Ready(epoch=self.epoch, pid=self.pid, **(fields | self.fake.ready))  # type: ignore[arg-type]
 
     async def _report(self) -> None:
-        while True:
+        was_ready = self.is_ready
+        while self.is_ready == was_ready:
+            await self.moves.wait()
             snapshot = messages.Snapshot(
                 rows=len(self.rows),
                 steps=self.steps,
                 generated_tokens=self.tokens,
                 pressure=self.fake.pressure,
                 first_shape=self.fake.first_shape,
-                longest_step_seconds=self.fake.longest_step,
+                typical_step_seconds=self.fake.typical_step,
             )
-            self.tell(messages.Progress(self.epoch, self.count, "serving", snapshot))
+            stage = "serving" if was_ready else "loading"
+            still = asyncio.get_running_loop().time() - self.beaten
+            self.tell(messages.Progress(self.epoch, self.count, stage, snapshot if was_ready else None, still))
             await asyncio.sleep(self.fake.progress_seconds)
 
     async def _iterate(self) -> None:
@@ -307,8 +339,10 @@ class Life:
             await self._work.wait()
         for row in [r for r in self.rows.values() if not r.started]:
             await self._prefill(row)
+        await self.moves.wait()
         if self.rows and not self.stalled:
             self.tell(self.step())
+            self._dies_at(f"token:{self.steps}")
         for row in list(self.rows.values()):
             self._harm(row)
         await asyncio.sleep(self.fake.step_seconds)
@@ -319,8 +353,13 @@ class Life:
         self._harm(row)
         if row.seq in self.rows and not self.stalled:
             row.started = True
-            self.count += 1
+            self.beat()
             self.tell(messages.Steps(self.epoch, [], [], started=[messages.Started(row.seq, 0)]))
+            self._dies_at("prefill")
+
+    def beat(self) -> None:
+        self.count += 1
+        self.beaten = asyncio.get_running_loop().time()
 
     def step(self) -> messages.Steps:
         """One token for each started row."""
@@ -338,7 +377,7 @@ class Life:
             if finish := finish_of(row.sequence, row.generated):
                 step.ends.append(messages.End(row.seq, finish))
                 del self.rows[row.seq]
-        self.count += 1
+        self.beat()
         self.steps += 1
         self.tokens += len(step.tokens)
         return step

@@ -136,6 +136,10 @@ class View:
     batch_limit: int = 32
     on_engine_gone: list[Callable[[Snapshot], None]] = field(default_factory=list)
 
+    @property
+    def is_up(self) -> bool:
+        return self.ready is not None
+
     def engine_dies(self) -> None:
         snapshot, self.snapshot, self.ready = self.snapshot, None, None
         for call in self.on_engine_gone:

@@ -1,4 +1,4 @@
-"""Generations that outlive their engine, against a scripted one."""
+"""Requests, the queue, planned ends and the seam, against a scripted engine. Deaths are in test_deaths."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 import random
 import signal
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import pytest
 from fake_engine import FakeEngine, Poison, process_spawn
+from supervising import Recorded, collect, endless, first_tokens, sequence, supervise, until
+from virtual_time import played
 
 from server import admission, messages, succession
 from server.errors import (
@@ -20,33 +19,13 @@ from server.errors import (
     Draining,
     ExceedsMemory,
     GenerationFailed,
-    NotReady,
     QueueFull,
     RequestError,
     RequestTimeout,
-    StartupError,
 )
 from server.link import Link
-from server.live import Generation
-from server.messages import LayerCost, Sampling, Sequence
-from server.settings import load
-from server.supervisor import Live, Supervisor
-
-
-class Recorded:
-    """Counts that remember what they were told."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[object, ...]]] = []
-
-    def __getattr__(self, verb: str) -> Callable[..., None]:
-        return lambda *told: self.calls.append((verb, told))
-
-    def of(self, verb: str) -> list[tuple[object, ...]]:
-        return [told for name, told in self.calls if name == verb]
-
-    def sum(self, verb: str) -> int:
-        return sum(told[-1] for told in self.of(verb))  # type: ignore[misc]
+from server.messages import LayerCost
+from server.supervisor import Supervisor
 
 
 @pytest.fixture
@@ -57,66 +36,6 @@ def fake() -> FakeEngine:
 @pytest.fixture
 def counts() -> Recorded:
     return Recorded()
-
-
-@asynccontextmanager
-async def supervise(
-    fake: FakeEngine | None,
-    counts: Recorded,
-    *,
-    ready: bool = True,
-    spawn=None,
-    clock=time.monotonic,
-    **settings: object,
-) -> AsyncIterator[Supervisor]:
-    quick = {"stall_seconds": 5.0, "start_seconds": 5.0, "rotate_min_seconds": 0.0}
-    supervisor = Supervisor(load(quick | settings), "model", counts, spawn=spawn or fake.spawn, clock=clock)
-    await supervisor.start()
-    try:
-        if ready:
-            await supervisor.wait_known()
-        yield supervisor
-    finally:
-        await supervisor.stop(0)
-        assert supervisor.running == supervisor.waiting == 0
-        assert fake is None or fake.alive == 0
-
-
-def sequence(*prompt: int, max_tokens: int = 40, seed: int = 7, **fields: object) -> Sequence:
-    return Sequence(list(prompt) or [1, 2, 3], Sampling(seed=seed), max_tokens, **fields)  # type: ignore[arg-type]
-
-
-async def collect(live: Live, timeout: float = 5.0) -> list[list[int]]:
-    """All tokens of each choice; each must end exactly once."""
-    tokens: list[list[int]] = [[] for _ in live.sequences]
-    finishes: Counter[int] = Counter()
-    async with live:
-        while not live.done:
-            for index, delta in await live.read(timeout):
-                assert not finishes[index]
-                tokens[index] += delta.tokens
-                finishes[index] += delta.finish is not None
-    assert all(finishes[i] == 1 for i in range(len(tokens)))
-    return tokens
-
-
-async def first_tokens(live: Live, count: int = 1) -> list[int]:
-    tokens: list[int] = []
-    while len(tokens) < count:
-        for _, delta in await live.read(5):
-            tokens += delta.tokens
-    return tokens
-
-
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "never came true"
-        await asyncio.sleep(0.002)
-
-
-def endless(*prompt: int, **fields: object) -> Sequence:
-    return sequence(*prompt, max_tokens=10**6, **fields)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- what a reader gets
@@ -286,182 +205,7 @@ async def test_a_fault_in_the_reader_is_an_error_and_no_disconnect(fake, counts)
     assert not counts.of("disconnected")
 
 
-# ---------------------------------------------------------------- deaths
-DEATHS: dict[str, Callable[[FakeEngine], None]] = {
-    "killed": lambda fake: fake.die(),
-    "with news unread": lambda fake: fake.burst(5, then="die"),
-    "with half a frame": lambda fake: fake.tear(),
-    "garbage": lambda fake: fake.garbage(),
-    "seam closed": lambda fake: fake.close(),
-    "stuck": lambda fake: fake.stall(),
-}
-
-
-@pytest.mark.parametrize("how", DEATHS)
-async def test_a_generation_survives_its_engine(fake, counts, how):
-    s, others = sequence(max_tokens=300), [sequence(i, max_tokens=300) for i in range(3)]
-    async with supervise(fake, counts, stall_seconds=0.3) as supervisor:
-        tasks = [asyncio.create_task(collect(supervisor.open([o], endpoint="chat"))) for o in [s, *others]]
-        await until(lambda: len(fake.rows) == 4 and all(row.produced > 20 for row in fake.rows.values()))
-        DEATHS[how](fake)
-        assert [tokens for [tokens] in await asyncio.gather(*tasks)] == [fake.expected(o) for o in [s, *others]]
-        assert supervisor.restarts == 1
-        assert supervisor.epoch == 2
-    cause = "stall" if how == "stuck" else "crash"
-    assert counts.of("engine_restarted") == [(cause,)]
-    assert [told[0] for told in counts.of("resumed")] == [cause] * 4
-    assert [told[0] for told in counts.of("recomputed")] == [cause] * 4
-    assert counts.sum("generated") == 1200
-
-
-async def test_the_resume_gap_is_what_the_client_saw(fake, counts):
-    async with supervise(fake, counts) as supervisor, supervisor.open([endless()], endpoint="chat") as live:
-        await first_tokens(live, 5)
-        fake.load_seconds = 0.2
-        fake.die()
-        await until(lambda: counts.of("resumed"))
-    [(_, seconds)] = counts.of("resumed")
-    assert 0.2 <= seconds < 1.0
-
-
-async def test_a_dead_engine_shows_at_once_and_the_next_is_another(fake, counts):
-    async with supervise(fake, counts) as supervisor:
-        first = supervisor.pid
-        assert supervisor.is_ready
-        assert supervisor.down_reason is None
-        await until(lambda: supervisor.snapshot)
-        gone: list[messages.Snapshot] = []
-        supervisor.on_engine_gone.append(gone.append)
-        fake.load_seconds = 0.1
-        fake.die()
-        await asyncio.sleep(0.02)
-        assert not supervisor.is_ready
-        assert supervisor.down_reason
-        assert supervisor.ready is None
-        assert supervisor.known is not None
-        assert supervisor.snapshot is None
-        assert len(gone) == 1
-        await until(lambda: supervisor.is_ready)
-        assert supervisor.pid != first
-
-
-async def test_requests_that_come_while_the_engine_is_replaced_wait_for_the_next(fake, counts):
-    async with supervise(fake, counts) as supervisor:
-        fake.load_seconds = 0.05
-        fake.die()
-        await until(lambda: not supervisor.is_ready)
-        s = sequence()
-        assert await collect(supervisor.open([s], endpoint="chat")) == [fake.expected(s)]
-
-
-async def test_an_engine_that_is_slow_with_its_first_shape_is_left_alone(fake, counts):
-    fake.first_shape = True
-    async with supervise(fake, counts, stall_seconds=0.1) as supervisor:
-        async with supervisor.open([endless()], endpoint="chat") as live:
-            await first_tokens(live)
-            await asyncio.sleep(0.1)  # a report has said so
-            fake.stall()
-            await asyncio.sleep(0.25)
-            assert supervisor.restarts == 0
-            await until(lambda: supervisor.restarts == 1)
-        assert supervisor.actions[0].action == "kill_stalled"
-        assert supervisor.actions[0].threshold == pytest.approx(0.5)
-
-
-async def test_the_stall_limit_follows_the_longest_step(fake, counts):
-    fake.longest_step = 0.05
-    async with supervise(fake, counts, stall_seconds=0.05) as supervisor:
-        async with supervisor.open([endless()], endpoint="chat") as live:
-            await first_tokens(live)
-            await asyncio.sleep(0.1)
-            fake.stall()
-            await until(lambda: supervisor.restarts == 1)
-        assert supervisor.actions[0].threshold == pytest.approx(1.0)
-
-
-async def test_the_time_that_an_engine_is_stuck_for_isnt_time_that_it_worked(fake, counts):
-    """After two stalls the limit is twice as long until an engine has worked well; standing still isn't work."""
-    async with supervise(fake, counts, stall_seconds=0.3) as supervisor:
-        async with supervisor.open([endless()], endpoint="chat") as live:
-            for count in (1, 2, 3):
-                await first_tokens(live)
-                await asyncio.sleep(0.3)  # of work: not twice the limit
-                fake.stall()
-                await until(lambda count=count: supervisor.restarts == count and supervisor.is_ready)
-        assert [act.threshold for act in supervisor.actions] == pytest.approx([0.3, 0.3, 0.6])
-
-
-async def test_an_engine_that_has_worked_well_brings_the_usual_stall_limit_back(fake, counts):
-    """However long the raised one was."""
-    async with supervise(fake, counts, stall_seconds=0.1) as supervisor:
-        async with supervisor.open([endless()], endpoint="chat") as live:
-            for count in (1, 2, 3, 4):
-                await first_tokens(live)
-                fake.stall()
-                await until(lambda count=count: supervisor.restarts == count and supervisor.is_ready)
-            await first_tokens(live)
-            await asyncio.sleep(0.4)
-            fake.stall()
-            await until(lambda: supervisor.restarts == 5)
-        assert [act.threshold for act in supervisor.actions] == pytest.approx([0.1, 0.1, 0.2, 0.4, 0.1])
-
-
-async def test_an_idle_engine_is_never_stuck(fake, counts):
-    async with supervise(fake, counts, stall_seconds=0.05) as supervisor:
-        await asyncio.sleep(0.3)
-        assert supervisor.restarts == 0
-
-
-async def test_a_server_that_didnt_listen_doesnt_blame_the_engine(fake, counts):
-    async with supervise(fake, counts, stall_seconds=0.2) as supervisor:
-        async with supervisor.open([endless()], endpoint="chat") as live:
-            await first_tokens(live)
-            fake.burst(1)
-            time.sleep(0.5)  # what a suspended server looks like: news have come, and the limit has passed
-            supervisor._engines._check(supervisor._engines.link)
-            await first_tokens(live)
-        assert supervisor.restarts == 0
-
-
-# ---------------------------------------------------------------- probation
-@pytest.mark.parametrize("poison", [Poison(0), Poison(5), Poison(0, "garbage"), Poison(0, "stall")], ids=repr)
-async def test_a_poison_request_ends_alone(fake, counts, poison):
-    fake.poison[666] = poison
-    good = [sequence(i, max_tokens=150) for i in range(6)]
-    async with supervise(fake, counts, stall_seconds=0.15) as supervisor:
-        opened = [supervisor.open([s], endpoint="chat") for s in good[:3]]
-        await until(lambda: len(fake.rows) == 3 and all(row.produced for row in fake.rows.values()))
-        bad = supervisor.open([endless(666)], endpoint="chat")
-        opened += [supervisor.open([s], endpoint="chat") for s in good[3:]]
-        results = await asyncio.gather(*map(collect, [*opened, bad]), return_exceptions=True)
-        assert list(results[:6]) == [[fake.expected(s)] for s in good]
-        assert isinstance(results[6], GenerationFailed)
-        assert results[6].headers() == {"x-should-retry": "false"}
-        assert "quarantine" in [action.action for action in supervisor.actions]
-    assert ("quarantine",) in counts.of("action")
-
-
-async def test_eight_deaths_end_a_generation_that_was_alone(fake, counts):
-    fake.poison[666] = Poison(3)
-    async with supervise(fake, counts) as supervisor:
-        live = supervisor.open([endless(666)], endpoint="chat")
-        with pytest.raises(GenerationFailed, match="8 times"):
-            await collect(live)
-        assert [len(s.generated) for s in fake.submits] == [0, 3, 6, 9, 12, 15, 18, 21]
-
-
-async def test_requests_in_the_queue_have_no_part_in_a_death(fake, counts):
-    fake.poison[666] = Poison(0)
-    async with supervise(fake, counts, max_rows=1) as supervisor:
-        supervisor._engines.backoff._first = 0.01
-        bad, s = supervisor.open([endless(666)], endpoint="chat"), sequence()
-        good = supervisor.open([s], endpoint="chat")
-        with pytest.raises(GenerationFailed):
-            await collect(bad)
-        assert await collect(good) == [fake.expected(s)]
-        assert good.generations[0].past.deaths == 0
-
-
+# ---------------------------------------------------------------- one row's failure
 async def test_news_before_an_error_are_read_before_it(fake, counts):
     async with supervise(fake, counts) as supervisor, supervisor.open([endless()], endpoint="chat") as live:
         await until(lambda: live.generations[0].generated)
@@ -493,80 +237,6 @@ async def test_a_row_that_cant_go_on_for_memory_says_so(fake, counts):
         await until(lambda: live.error)
         with pytest.raises(ExceedsMemory, match=r"12 .* 11"):
             await first_tokens(live, 10**6)
-
-
-# ---------------------------------------------------------------- starts
-async def test_a_model_that_cant_be_loaded_ends_the_first_start_for_good(fake, counts):
-    fake.starts = ["load_failed"]
-    told: list[str] = []
-    supervisor = Supervisor(load({}), "model", counts, spawn=fake.spawn, on_load_failed=told.append)
-    await supervisor.start()
-    with pytest.raises(StartupError, match=r"no config\.json"):
-        await supervisor.wait_known()
-    with pytest.raises(NotReady):
-        supervisor.open([sequence()], endpoint="chat")
-    await asyncio.sleep(0.05)
-    assert len(fake.lives) == 1
-    assert told == ["the model folder has no config.json"]
-    await supervisor.stop(0)
-
-
-async def test_requests_before_the_first_engine_are_asked_to_come_back(fake, counts):
-    fake.load_seconds = 60
-    async with supervise(fake, counts, ready=False) as supervisor:
-        with pytest.raises(NotReady, match="starting") as caught:
-            supervisor.open([sequence()], endpoint="chat")
-        assert caught.value.headers()["Retry-After"]
-        assert not supervisor.is_ready
-
-
-@pytest.mark.parametrize("how", ["die", "garbage", "no_spawn", "load_failed", "hang"])
-async def test_failing_starts_end_waiting_requests_say_why_and_go_on(fake, counts, how):
-    async with supervise(fake, counts, start_seconds=0.1) as supervisor:
-        supervisor._engines.backoff._first = 0.02
-        fake.starts = [how] * 4
-        live = supervisor.open([endless()], endpoint="chat")
-        await until(lambda: fake.rows)
-        fake.die()
-        with pytest.raises(NotReady, match="3 times in a row"):
-            await collect(live)
-        with pytest.raises(NotReady) as caught:
-            supervisor.open([sequence()], endpoint="chat")
-        assert caught.value.retry_after == 1
-        assert "3 times in a row" in (supervisor.down_reason or "")
-        assert not supervisor.is_ready
-        await until(lambda: supervisor.is_ready)
-        s = sequence()
-        assert await collect(supervisor.open([s], endpoint="chat")) == [fake.expected(s)]
-
-
-async def test_two_failed_starts_cost_waiting_requests_only_time(fake, counts):
-    fake.starts = ["ok", "die", "no_spawn"]
-    s = sequence(max_tokens=100)
-    async with supervise(fake, counts) as supervisor:
-        supervisor._engines.backoff._first = 0.02
-        task = asyncio.create_task(collect(supervisor.open([s], endpoint="chat")))
-        await until(lambda: fake.rows)
-        fake.die()
-        assert await task == [fake.expected(s)]
-
-
-async def test_an_engine_that_never_starts_is_known_to_be_missing(fake, counts):
-    fake.starts = ["die"] * 50
-    async with supervise(fake, counts, ready=False) as supervisor:
-        supervisor._engines.backoff._first = 0.01
-        with pytest.raises(NotReady, match="3 times in a row: it was ended by SIGSEGV"):
-            await supervisor.wait_known()
-
-
-async def test_a_fault_of_the_supervisor_itself_leaves_no_server_without_an_engine(fake, counts, monkeypatch, caplog):
-    monkeypatch.setattr(succession, "HASTY_DEATH_SECONDS", 0.01)
-    async with supervise(fake, counts) as supervisor:
-        supervisor.on_engine_gone.append(lambda snapshot: 1 / 0)
-        await until(lambda: supervisor.snapshot)
-        fake.die()
-        await until(lambda: supervisor.epoch == 2 and supervisor.is_ready)
-    assert "supervising the engine failed" in caplog.text
 
 
 # ---------------------------------------------------------------- rotation
@@ -624,9 +294,9 @@ async def test_what_is_no_leak_may_replace_engines_as_often_as_it_likes(fake, co
         assert await task == [fake.expected(s)]
 
 
-async def test_an_engine_that_doesnt_leave_is_made_to(fake, counts, monkeypatch):
-    monkeypatch.setattr(succession, "DRAIN_SECONDS", 0.05)
-    fake.drain_hangs = True
+@played
+async def test_an_engine_that_doesnt_leave_is_made_to(fake, counts):
+    fake.drain_hangs, fake.step_seconds = True, 0.05
     s = sequence(max_tokens=300)
     async with supervise(fake, counts) as supervisor:
         task = asyncio.create_task(collect(supervisor.open([s], endpoint="chat")))
@@ -638,24 +308,22 @@ async def test_an_engine_that_doesnt_leave_is_made_to(fake, counts, monkeypatch)
 
 
 # ---------------------------------------------------------------- admission, queue, preemption
+@played
 async def test_a_preempted_row_goes_on_when_there_is_room_and_calm(fake, counts):
-    skew = [0.0]
+    fake.step_seconds = 0.1
     a, b, c = (sequence(i, max_tokens=3000) for i in range(3))
-    async with supervise(fake, counts, clock=lambda: time.monotonic() + skew[0], stall_seconds=60.0) as supervisor:
+    async with supervise(fake, counts) as supervisor:
         tasks = [asyncio.create_task(collect(supervisor.open([s], endpoint="chat"))) for s in (a, b)]
         await until(lambda: len(fake.rows) == 2 and all(row.produced > 3 for row in fake.rows.values()))
         seq = fake.preempt()
         await until(lambda: supervisor.waiting == 1)
         tasks.append(asyncio.create_task(collect(supervisor.open([c], endpoint="chat"))))
         fake.pressure = "reclaim"
-        await asyncio.sleep(0.12)
-        skew[0] = 30
-        await asyncio.sleep(0.12)
+        await asyncio.sleep(30)
         assert seq not in fake.rows
         fake.pressure = "calm"
-        await asyncio.sleep(0.12)
+        await asyncio.sleep(admission.CALM_SECONDS - 0.1)
         assert supervisor.waiting == 2  # calm, but not for long; nobody overtakes
-        skew[0] += admission.CALM_SECONDS
         await until(lambda: len(fake.rows) == 3 and counts.of("resumed"))
         assert [s.seq for s in fake.submits[-2:]] == [seq, 3]
         for task in tasks:
@@ -893,40 +561,7 @@ async def test_settings_reach_the_engine_without_the_keys_and_not_by_its_environ
     assert _without_settings({"MARATHON_API_KEY": "x", "PATH": "y"}) == {"PATH": "y"}
 
 
-# ---------------------------------------------------------------- anything, at any moment
-PLANNED: list[Callable[[FakeEngine], object]] = [
-    lambda fake: fake.rotate(),
-    lambda fake: fake.preempt() if len(fake.rows) > 1 else None,
-]
-
-
-def moved_since(marks: list[tuple[Generation, int]]) -> Callable[[], bool]:
-    return lambda: all(g.ended or len(g.generated) > mark for g, mark in marks)
-
-
-@pytest.mark.parametrize("seed", range(8))
-async def test_whatever_happens_to_the_engine_no_token_is_lost_or_repeated(counts, seed, monkeypatch):
-    monkeypatch.setattr(admission, "CALM_SECONDS", 0.05)
-    chance = random.Random(seed)
-    fake = FakeEngine(step_seconds=chance.choice([0, 0.0005, 0.002]), prefill_seconds=chance.choice([0, 0.002]))
-    sequences = [sequence(i, max_tokens=chance.randrange(100, 600), choice=i) for i in range(5)]
-    async with supervise(fake, counts, stall_seconds=0.15, queue_limit=64) as supervisor:
-        supervisor._engines.backoff._first = 0.005
-        lives = [supervisor.open([s], endpoint="chat") for s in sequences[:3]]
-        lives.append(supervisor.open(sequences[3:], endpoint="completions"))
-        tasks = [asyncio.create_task(collect(live)) for live in lives]
-        for _ in range(12):
-            left = [g for live in lives for g in live.generations if not g.ended]
-            await until(moved_since([(g, len(g.generated)) for g in left]), 20)
-            await asyncio.sleep(chance.random() * 0.02)
-            # Eight deaths would rightly end one that is alone.
-            acts = PLANNED + list(DEATHS.values()) if sum(not g.ended for g in left) > 1 else PLANNED
-            if supervisor.is_ready:
-                chance.choice(acts)(fake)
-        results = await asyncio.wait_for(asyncio.gather(*tasks), 30)
-    assert [tokens for result in results for tokens in result] == [fake.expected(s) for s in sequences]
-
-
+# ---------------------------------------------------------------- many at once
 async def test_nobody_is_left_behind_after_many_disconnects(fake, counts):
     chance = random.Random(5)
     before, tasks_before = len(os.listdir("/dev/fd")), len(asyncio.all_tasks())

@@ -100,7 +100,7 @@ def report(served: Served) -> dict[str, Any]:
         "engine": {
             "pid": supervisor.pid,
             "epoch": supervisor.epoch,
-            "up": supervisor.ready is not None,
+            "up": supervisor.is_up,
             "last_step_age_seconds": supervisor.last_step_age_seconds,
             "restarts": supervisor.restarts,
         },
