@@ -57,7 +57,9 @@ class Adjust:
 
     @property
     def state(self) -> list[mx.array]:
-        return [] if self._counts is None else [self._counts]
+        if self._counts is None:
+            return []
+        return [self._counts]
 
     # ------------------------------------------------------------ membership
     def join(self, other: Adjust) -> Adjust:
@@ -94,7 +96,10 @@ class Adjust:
         if not self._ready:
             self._build(logits.shape[-1])
         self._hold_back(positions, logits.shape[-1])
-        rows = (logits if self._all else logits[self._rows]).astype(mx.float32)
+        rows = logits
+        if not self._all:
+            rows = logits[self._rows]
+        rows = rows.astype(mx.float32)
         if self._bias is not None:
             rows = rows + self._bias
         if self._penalised:
@@ -149,7 +154,8 @@ class Adjust:
         if any(repeat != 1.0 for repeat in repeats):
             prompts = np.zeros((len(sequences), vocab), dtype=np.bool_)
             for row, sequence in enumerate(sequences):
-                prompts[row, sequence.prompt if repeats[row] != 1.0 else []] = True
+                if repeats[row] != 1.0:
+                    prompts[row, sequence.prompt] = True
             self._prompts = mx.array(prompts)
 
         def column(values: list[float]) -> mx.array:
@@ -161,13 +167,16 @@ class Adjust:
 
     def _penalise(self, rows: mx.array) -> mx.array:
         assert self._counts is not None
-        mine = rows if len(self._penalised) == len(self._asking) else rows[self._places]
+        every = len(self._penalised) == len(self._asking)
+        mine = rows
+        if not every:
+            mine = rows[self._places]
         used = self._counts > 0
         if self._prompts is not None:
             scaled = mx.where(mine > 0, mine / self._repetition, mine * self._repetition)
             mine = mx.where(used | self._prompts, scaled, mine)
         mine = mine - self._frequency * self._counts - self._presence * used
-        if len(self._penalised) == len(self._asking):
+        if every:
             return mine
         rows[self._places] = mine
         return rows

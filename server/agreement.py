@@ -48,7 +48,8 @@ class _Ear:
     def take(self) -> Logits:
         """[B, V] in float32."""
         assert self.heard is not None
-        taken, self.heard = np.array(self.heard.astype(mx.float32)), None
+        taken = np.array(self.heard.astype(mx.float32))
+        self.heard = None
         return taken
 
 
@@ -65,7 +66,8 @@ def compare(loaded: Loaded, rounds: int = 2) -> Agreement:
             first = _first_difference(text, other_text)
             apart = _distance(logits[: first + 1], other_logits[: first + 1])
             rounded = _rounding(loaded, prompt, text, logits)
-            distance, rounding = max(distance, apart), max(rounding, rounded)
+            distance = max(distance, apart)
+            rounding = max(rounding, rounded)
             streams += 1
             if first < len(text):
                 parted += 1
@@ -80,7 +82,8 @@ def _prompt(loaded: Loaded, length: int, number: int) -> list[int]:
 
 def _run(loaded: Loaded, prompts: dict[int, list[int]]) -> dict[int, tuple[list[int], Logits]]:
     """Text and logits of each row by its number; the rows join a few steps apart."""
-    ear, guard = _Ear(loaded.model), Guard(True, 256, Snapshot())
+    ear = _Ear(loaded.model)
+    guard = Guard(True, 256, Snapshot())
     batch = Batch(ear, guard, defaultdict(float))
     waiting = [_read(loaded, ear, guard, number, prompt) for number, prompt in prompts.items()]
     texts: dict[int, list[int]] = {}

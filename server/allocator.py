@@ -38,5 +38,6 @@ def address() -> int:
         accessor = getattr(ctypes.CDLL(str(library())), ACCESSOR)
     except (OSError, AttributeError):
         raise Unavailable("libmlx doesn't export its allocator") from None
-    accessor.restype, accessor.argtypes = ctypes.c_void_p, []
+    accessor.restype = ctypes.c_void_p
+    accessor.argtypes = []
     return int(accessor() or 0)

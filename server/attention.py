@@ -141,6 +141,7 @@ def plain(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, s
     """What `attend` computes, by definition and in float32."""
     group = queries.shape[1] // keys.shape[1]
     queries, keys, values = (array.astype(mx.float32) for array in (queries, keys, values))
-    keys, values = mx.repeat(keys, group, axis=1), mx.repeat(values, group, axis=1)
+    keys = mx.repeat(keys, group, axis=1)
+    values = mx.repeat(values, group, axis=1)
     scores = mx.where(mask, scale * queries @ keys.swapaxes(-1, -2), -mx.inf)
     return mx.softmax(scores, axis=-1) @ values

@@ -45,7 +45,8 @@ class Caffeinate:
             log.warning("keep_awake: %s can't be started: %s", self._command[0], error.strerror)
 
     def release(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()  # the system drops what a dead process asked for; this one has nothing to tidy up
             process.wait()

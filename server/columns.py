@@ -115,8 +115,9 @@ class Inputs:
 
     def join(self, rows: Many[Row]) -> None:
         count = len(self.positions)
-        arrays = [] if self.ids is None else [self.ids]
-        arrays += [mx.array([row.tokens[-1]]) if row.pending is None else row.pending for row in rows]
+        arrays = [_next_input(row) for row in rows]
+        if self.ids is not None:
+            arrays = [self.ids, *arrays]
         self.ids = mx.concatenate([array.astype(mx.uint32) for array in arrays])
         self.known += [count + i for i, row in enumerate(rows) if row.pending is None]
         drawn = [row.produced + (row.pending is not None) for row in rows]
@@ -149,6 +150,13 @@ class Inputs:
         """Return the rows whose newest token has not been read."""
         known = set(self.known)
         return [i for i in range(len(self.positions)) if i not in known]
+
+
+def _next_input(row: Row) -> mx.array:
+    """The pending draw of a row that left a batch, or the last token of one that has read its prompt."""
+    if row.pending is not None:
+        return row.pending
+    return mx.array([row.tokens[-1]])
 
 
 class Penalties:

@@ -177,7 +177,10 @@ def main(arguments: list[str]) -> int:
         mx.set_default_device(mx.cpu)
         convert(source, folder)
     except (StartupError, OSError, ValueError, KeyError, RuntimeError) as error:
-        print(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error, file=sys.stderr)
+        said = str(error)
+        if isinstance(error, KeyError):  # its message is the key alone
+            said = f"KeyError: {error}"
+        print(said, file=sys.stderr)
         return 1
     return 0
 

@@ -70,7 +70,8 @@ def open_count(own_limit: int | None) -> MetalCount:
 def block_size(address: int) -> int:
     """Usable bytes of the heap block that starts at the address; 0 when none does."""
     measure = ctypes.CDLL(None).malloc_size
-    measure.restype, measure.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    measure.restype = ctypes.c_size_t
+    measure.argtypes = [ctypes.c_void_p]
     return int(measure(address))
 
 

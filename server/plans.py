@@ -26,12 +26,16 @@ def is_planned() -> bool:
 # ---------------------------------------------------------------- rows of a pass
 def rows_read(count: int) -> int:
     """How many rows a pass over `count` prompts has: where shapes are planned, the next power of two."""
-    return 1 << (count - 1).bit_length() if is_planned() else count
+    if not is_planned():
+        return count
+    return 1 << (count - 1).bit_length()
 
 
 def most_read(rows: int) -> int:
     """The most prompts that a pass of up to `rows` ≥ 1 rows reads."""
-    return 1 << (rows.bit_length() - 1) if is_planned() else rows
+    if not is_planned():
+        return rows
+    return 1 << (rows.bit_length() - 1)
 
 
 # ---------------------------------------------------------------- convolutions
@@ -49,7 +53,9 @@ def _replace() -> None:
             y: mx.array = original(self, x)
             return y
         y = depthwise(x, self.weight)
-        return y + self.bias if "bias" in self else y
+        if "bias" in self:
+            y = y + self.bias
+        return y
 
     nn.Conv1d.__call__ = call
 

@@ -51,9 +51,11 @@ class Prover:
     def fault(self, grammar: str) -> str:
         """As the function `fault`; a grammar that the check doesn't survive is at fault."""
         with self._lock:
-            process, wait = self._process, self._seconds
+            process = self._process
+            wait = self._seconds
             if process is None or process.poll() is not None:
-                process, wait = self._start(), _START_SECONDS
+                process = self._start()
+                wait = _START_SECONDS
             try:
                 answer = _ask(process, grammar, wait + 1)
             except OSError:

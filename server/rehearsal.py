@@ -35,7 +35,8 @@ STAY = 44  # tokens of the first short row of an arrival; the others stay longer
 APART = 2
 FIRST = 20  # the step of the first arrival
 PHASE = 15  # readings are taken so many steps after a multiple of EVERY, when nobody comes or goes
-LONG_PROMPT, SHORT_PROMPT = 12, 8
+LONG_PROMPT = 12
+SHORT_PROMPT = 8
 _FOREVER = 1 << 30
 
 
@@ -72,11 +73,13 @@ class Plan:
     def arrivals(self) -> Iterator[tuple[int, list[Arrival]]]:
         """(step, rows that join then), without end."""
         yield 0, [Arrival(0, self.prompt(0), _FOREVER)]
-        step, number = FIRST, 1
+        step = FIRST
+        number = 1
         while True:
             rows = range(number, number + self.rows - 1)
             yield step, [Arrival(n, self.prompt(n), STAY + APART * (n - number)) for n in rows]
-            step, number = step + EVERY, number + self.rows - 1
+            step += EVERY
+            number += self.rows - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,8 @@ class Run:
 
     def baseline(self, upto: int | None = None) -> float:
         """Buffers at step 0, on the fitted line."""
-        kept, fit = self._kept(upto), self.fit(upto)
+        kept = self._kept(upto)
+        fit = self.fit(upto)
         assert fit is not None
         return sum(r.buffers - fit.slope * r.step for r in kept) / len(kept)
 
@@ -141,7 +145,8 @@ class Gauge:
     caches. Takes its readings into `run` and says which fields' graphs grow."""
 
     def __init__(self, source: Source, on_reading: Callable[[Run], None] = lambda run: None) -> None:
-        self._source, self._on_reading = source, on_reading
+        self._source = source
+        self._on_reading = on_reading
 
     @property
     def name(self) -> str:
@@ -176,7 +181,9 @@ class _Script(Seam):
     """The loop's seam without a socket: its commands come from the plan, its events go into the run."""
 
     def __init__(self, plan: Plan, run: Run, on_reading: Callable[[], None], ended: Callable[[Run], bool]) -> None:
-        self._run, self._on_due, self._ended = run, on_reading, ended
+        self._run = run
+        self._on_due = on_reading
+        self._ended = ended
         self._arrivals = plan.arrivals()
         _, (long,) = next(self._arrivals)
         self._first: Command | None = Submit(1, long.number, long.sequence)
@@ -185,7 +192,8 @@ class _Script(Seam):
 
     def receive(self, timeout: float | None) -> Command | None:
         """Asked for while nobody is there: at the beginning, which is the long row's, and when that row has failed."""
-        self._first, command = None, self._first
+        command = self._first
+        self._first = None
         return command or Drain(1)
 
     def received(self) -> Iterator[Command]:
@@ -259,7 +267,8 @@ def play_mlx_lm(plan: Plan, loaded: Loaded, gauge: Gauge, ended: Callable[[Run],
 
 
 def _generate(generator: BatchGenerator, plan: Plan, run: Run, gauge: Gauge, ended: Callable[[Run], bool]) -> None:
-    arrivals, due = plan.arrivals(), PHASE
+    arrivals = plan.arrivals()
+    due = PHASE
     at, rows = next(arrivals)
     while not ended(run):
         if run.step >= at:

@@ -69,7 +69,9 @@ class Row:
 
     def single(self) -> Caches:
         """Return caches that no other row uses, copied if need be."""
-        return self.caches if self.shared is None else self.shared.single(self.seq)
+        if self.shared is None:
+            return self.caches
+        return self.shared.single(self.seq)
 
     def hand_over(self) -> None:
         """Drop what a batch has taken: caches, pending draw and what goes with them."""

@@ -196,7 +196,9 @@ def _unpack(packed: mx.array) -> tuple[mx.array, mx.array]:
 def _largest(packed: mx.array, count: int, *, ordered: bool = True) -> mx.array:
     if count < packed.shape[-1]:
         packed = mx.partition(packed, kth=packed.shape[-1] - count, axis=-1)[:, -count:]
-    return mx.sort(packed, axis=-1)[:, ::-1] if ordered else packed
+    if not ordered:
+        return packed
+    return mx.sort(packed, axis=-1)[:, ::-1]
 
 
 def _draw_top_k(lane: _Lane, logits: mx.array, uniform: mx.array) -> mx.array:
@@ -225,7 +227,8 @@ def _threshold(weights: mx.array, enough: Any) -> mx.array:
     for _ in range(30):
         middle = (low + high) // 2
         holds = enough(bits >= middle)
-        low, high = mx.where(holds, middle, low), mx.where(holds, high, middle)
+        high = mx.where(holds, high, middle)
+        low = mx.where(holds, middle, low)
     return weights * (bits >= low)
 
 

@@ -27,7 +27,8 @@ def read_together(model: Any, rows: list[Caches], tokens: list[list[int]]) -> Ca
     """The rows' caches, merged, after a pass that read `tokens` [B][L_i ≥ 1] into them; the ones given are used up."""
     count = len(rows)
     copies = rows_read(count) - count
-    rows, tokens = rows + rows[-1:] * copies, tokens + tokens[-1:] * copies
+    rows = rows + rows[-1:] * copies
+    tokens = tokens + tokens[-1:] * copies
     lengths = [len(ids) for ids in tokens]
     width = max(lengths)
     padding = [width - length for length in lengths]
@@ -70,13 +71,16 @@ class Shared:
 
     def __init__(self, caches: Caches, seqs: list[int]) -> None:
         """`seqs[i]` names the row whose caches are at i."""
-        self.caches, self.seqs = caches, seqs
+        self.caches = caches
+        self.seqs = seqs
         self._singles: dict[int, Caches] = {}
 
     def single(self, seq: int) -> Caches:
         """A copy of one row's caches. Where a second one is wanted all will be, to be kept as prefixes."""
         if seq not in self._singles:
-            wanted = [one for one in self.seqs if one not in self._singles] if self._singles else [seq]
+            wanted = [seq]
+            if self._singles:
+                wanted = [one for one in self.seqs if one not in self._singles]
             copies = taken_apart(self.caches, [self.seqs.index(one) for one in wanted])
             self._singles |= zip(wanted, copies, strict=True)
         return self._singles[seq]

@@ -96,7 +96,8 @@ class Vocabulary:
 
     def _behind(self, anchor: list[int], token: int) -> bytes:
         """What the tokenizer's own decoding adds for `token` behind an ordinary one."""
-        before, both = self._decode(anchor), self._decode([*anchor, token])
+        before = self._decode(anchor)
+        both = self._decode([*anchor, token])
         return both.removeprefix(before).encode("utf-8", "replace")
 
     def _decode(self, tokens: list[int]) -> str:
