@@ -1,28 +1,29 @@
 """Messages → prompt text.
 
-Owns what a chat template gets to see and what is read off its output: messages in the one shape that templates
-expect, typed text shielded, the switches for reasoning, the places worth a prefix snapshot. Runs in the server's worker
-thread. Never tokenises, never touches MLX.
+Owns what a chat template gets to see besides the turns, and what is read off its output: arguments of calls in the form
+that it wants, the switches for reasoning, the places worth a prefix snapshot. Runs in the server's worker thread. Never
+tokenises, never touches MLX.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from server.abilities import Abilities
+from server.conversation import fit
 from server.encoding import PROBE, Shield, clean
 from server.errors import InvalidValue, UnsupportedParameter
 from server.history import common_prefix
+from server.trials import learn
+from server.turn import Message
 
-Message = dict[str, Any]
 Form = Callable[[Any], Any]  # what becomes of a call's arguments
 Renderer = Callable[..., str]  # (messages, tools=…, add_generation_prompt=…, continue_final_message=…, **variables)
 
-_ROLES = {"developer": "system", "function": "tool"}
 _BOOLEAN_SWITCHES = ("enable_thinking", "thinking")
-_REASONING = ("reasoning_content", "reasoning")
 _OURS = {"messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "add_generation_prompt"}
 _OURS |= {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
 _OURS |= {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
@@ -45,13 +46,16 @@ class Rendered:
 class ChatTemplate:
     """One model's chat template. Immutable.
 
-    `render` is None when the model has no template. `think` are the tags around reasoning, if the model reasons.
+    Attributes:
+        able: what it can take.
     """
 
     def __init__(
         self, render: Renderer | None, names: frozenset[str], shield: Shield, think: tuple[str, str] | None
     ) -> None:
+        """`render` is None when the model has no template. `think` are the tags around reasoning, if it reasons."""
         self._render = render
+        self.able = learn(self._plain) if render else Abilities()
         self._names = names
         self._shield = shield
         self._think = think
@@ -66,8 +70,9 @@ class ChatTemplate:
         begins: bool,
     ) -> Rendered:
         """Raises InvalidValue with the template's own words when it refuses."""
-        said = [self._said(message) for message in _named(messages)]
-        given = self._shield.hide_all(tools) if tools else None
+        said = fit(messages, self.able, self._shield)
+        none: list[Any] | None = [] if self.able.listed else None
+        given = self._shield.hide_all(tools) if tools else none
         extra = self._switches(effort) | self._checked(kwargs)
         mode = {"add_generation_prompt": begins, "continue_final_message": continuing}
 
@@ -76,12 +81,20 @@ class ChatTemplate:
                 raise InvalidValue("the model has no chat template; use /v1/completions", param="messages")
             return self._render([_formed(m, form) for m in history], tools=given, **mode, **extra)
 
-        calls = any(message.get("tool_calls") for message in said)
-        text, form = _first(attempt, (_mapping, _text, _wrapped) if calls else (_mapping,))
+        text, form = _first(attempt, _forms(said))
         other = _probe(attempt, form, said)
         start = common_prefix(text, other) if other else 0
         rest = common_prefix(text[start:][::-1], other[start:][::-1]) if other else len(text)
         return self._read(text, start, len(text) - rest, continuing)
+
+    def _plain(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        """A conversation as it is, up to where an answer begins."""
+
+        def attempt(form: Form) -> str:
+            assert self._render is not None
+            return self._render([_formed(m, form) for m in messages], tools=tools, add_generation_prompt=True)
+
+        return _first(attempt, _forms(messages))[0]
 
     def _read(self, text: str, start: int, end: int, continuing: bool) -> Rendered:
         """`start` and `end`: where the last message's content lies (0 if it couldn't be found)."""
@@ -94,18 +107,6 @@ class ChatTemplate:
         return Rendered(text, places, opened > closed)
 
     # ---------------------------------------------------------------- what the template sees
-    def _said(self, message: Message) -> Message:
-        """One message, its typed text shielded. What the assistant said may hold control tokens: they were its own."""
-        role = _ROLES.get(message["role"], message["role"])
-        content = _joined(message.get("content"))
-        fields = {key: value for key, value in message.items() if value is not None and key not in ("role", "content")}
-        others: Message = self._shield.hide_all({k: v for k, v in fields.items() if k not in _REASONING})
-        if role == "assistant":
-            thought = next((clean(fields[name]) for name in _REASONING if fields.get(name)), None)
-            own = {"role": role, "content": clean(content)}
-            return others | own | ({"reasoning_content": thought} if thought else {})
-        return others | {"role": role, "content": self._shield.hide(content)}
-
     def _switches(self, effort: str | None) -> dict[str, Any]:
         """A request's reasoning effort in the variables that this template has for it."""
         if effort is None:
@@ -120,27 +121,7 @@ class ChatTemplate:
         return {clean(name): self._shield.hide_all(value) for name, value in kwargs.items()}
 
 
-# ---------------------------------------------------------------- messages
-def _joined(content: Any) -> str:
-    """Text parts become one text, with nothing between them."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.get("type") != "text":
-            raise UnsupportedParameter(f"content parts of type {part.get('type')!r} aren't offered", param="messages")
-    return "".join(part.get("text") or "" for part in content)
-
-
-def _named(messages: list[Message]) -> Iterator[Message]:
-    """Tool messages get the name of the function they answer for, which some templates want."""
-    names: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            names[call.get("id") or ""] = call["function"]["name"]
-        name = names.get(message.get("tool_call_id") or "")
-        yield message if name is None or message.get("name") else message | {"name": name}
-
-
+# ---------------------------------------------------------------- arguments
 def _mapping(arguments: Any) -> Any:
     """Arguments as an object if they are one; text that doesn't parse stays text."""
     if not isinstance(arguments, str):
@@ -170,6 +151,10 @@ def _formed(message: Message, form: Form) -> Message:
 
 
 # ---------------------------------------------------------------- attempts
+def _forms(messages: list[Message]) -> tuple[Form, ...]:
+    return (_mapping, _text, _wrapped) if any("tool_calls" in message for message in messages) else (_mapping,)
+
+
 def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str, Form]:
     """Templates differ in whether they want a call's arguments as an object or as text; the first that works."""
     refusal: Exception | None = None

@@ -17,8 +17,9 @@ from typing import Any
 from server.encoding import PROBE, Encoder
 from server.errors import StartupError
 from server.markers import markers, samples
-from server.template import ChatTemplate, Message, Renderer
+from server.template import ChatTemplate, Renderer
 from server.template_source import literals, variables
+from server.turn import Message
 from server.vocabulary import Vocabulary
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -81,6 +82,7 @@ class Tokenizer:
         silent: further tags that are never part of an answer's text.
         speaks_harmony: answers are messages with channels, as gpt-oss writes them.
         has_template: whether `chat` can work at all.
+        able: what its template can take.
         info: what the files say about the tokenizer.
     """
 
@@ -100,6 +102,7 @@ class Tokenizer:
         self.tool_format = _tool_format(wrapper, self)
         self.has_template: bool = wrapper.has_chat_template
         self._template = _template(wrapper, self._encoder, self.think)
+        self.able = self._template.able
         self.defaults = _defaults(generation)
         self.context = _context(config, self._hf)
         named = [*_ids(config), *_ids(generation), *wrapper.eos_token_ids, *self._chat_end()]
@@ -239,7 +242,8 @@ def _markers(wrapper: Any) -> frozenset[int]:
     added = {token: entry.content for token, entry in wrapper._tokenizer.added_tokens_decoder.items()}
     tags = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
     edges = (tag for edges in wrapper.response_transitions.values() for tag, _ in edges)
-    texts = [text for text in (*tags, *wrapper.structural_markers, *edges) if text]
+    named = getattr(wrapper._tokenizer, "chat_control_tokens", None) or ()  # by newer files
+    texts = [text for text in (*tags, *wrapper.structural_markers, *edges, *named) if text]
     if wrapper.has_chat_template:
         texts += [text for source in _sources(wrapper) for text in literals(source)]
         texts += samples(_renderer(wrapper))

@@ -77,9 +77,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
 
 def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish) -> ChatPrompt:
     """The conversation as the model reads it."""
-    messages, offered = spoken(request.messages), wish.for_template
-    if generic_tools.is_ours(tokenizer.tool_format):
-        messages, offered = generic_tools.told(messages, offered), None
+    messages, offered = generic_tools.rewritten(tokenizer, spoken(request.messages), wish.for_template)
     return tokenizer.chat(
         messages,
         tools=offered,
