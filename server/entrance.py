@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import server
+from server.api.security import Names
 from server.errors import Draining, NotReady, RequestError, StartupError
 from server.metrics import Metrics
 from server.settings import Settings
@@ -41,6 +42,7 @@ class Entrance:
 
     def __init__(self, settings: Settings, startup: Startup) -> None:
         self._settings, self._startup = settings, startup
+        self._names = Names(self, settings)
         self.name = ""  # of the model, once it is found
         self._app: ASGIApp | None = None
         self._fault: RequestError | None = None  # why there will be none
@@ -55,7 +57,8 @@ class Entrance:
             await self._lifespan(receive, send)
             return
         if self._app is None and scope["path"] in PROBES:
-            await self._tell(scope["path"])(scope, receive, send)
+            fault = self._names.fault(scope)
+            await (_refusal(fault) if fault else self._tell(scope["path"]))(scope, receive, send)
             return
         await self._decided.wait()
         if self._app is not None:

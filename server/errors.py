@@ -17,6 +17,7 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
         ├── RequestTimeout            408  the request's own deadline passed
         ├── RequestTooLarge           413
         ├── UnsupportedMediaType      415  a content coding or charset that isn't decoded
+        ├── HeadTooLarge              431
         ├── QueueFull                 429  retry later
         ├── NotReady                  503  no engine
         ├── Draining                  503  shutting down
@@ -158,6 +159,12 @@ class UnsupportedMediaType(RequestError):
 
     def headers(self) -> dict[str, str]:
         return {"Accept-Encoding": "gzip, deflate"}
+
+
+class HeadTooLarge(RequestError):
+    """The request's first line and headers are larger than the server takes."""
+
+    status, type, code, reason = 431, "invalid_request_error", "head_too_large", "body_too_large"
 
 
 class QueueFull(RequestError):

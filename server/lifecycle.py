@@ -11,24 +11,20 @@ import asyncio
 import contextlib
 import gc
 import importlib.util
-import json
 import logging
-import re
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 import server
 from server import logs
-from server.api.access import ABORT
 from server.api.security import read_keys
 from server.entrance import Entrance
-from server.errors import Draining, InvalidValue, NotReady, StartupError
+from server.errors import Draining, NotReady, StartupError
+from server.http_connection import Protocol
 from server.listening import listen
 from server.locate import at_hand
 from server.messages import Ready
@@ -44,50 +40,6 @@ log = logging.getLogger("marathon")
 
 
 # ---------------------------------------------------------------- HTTP
-class WithoutChunks(RequestResponseCycle):
-    """An answer to an HTTP/1.0 client, which knows no chunks: its body ends with the connection.
-
-    uvicorn 0.54 sends chunks to everybody; this may go once it doesn't.
-    """
-
-    async def send(self, message: Any) -> None:
-        self.chunked_encoding = False
-        self.expected_content_length = len(message.get("body", b""))
-        await super().send(message)
-
-
-_HEAD = re.compile(rb"[A-Z]+ [^\r\n]+ HTTP/1\.1\r\n")
-_UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
-
-
-def without_upgrade(data: bytes) -> bytes:
-    """A request that would rather speak another protocol, as one that wouldn't: Java's client asks for HTTP/2 with each
-    request in the clear, and uvicorn 0.54 drops the body of whatever asks. This may go once it doesn't."""
-    if not _HEAD.match(data):
-        return data
-    head, end, body = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"X-Upgrade", head) + end + body
-
-
-class Protocol(HttpToolsProtocol):
-    """uvicorn's, with HTTP/1.0 done right, no upgrades, faults as JSON and a way to cut a connection."""
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(without_upgrade(data))
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if cycle.scope["http_version"] == "1.0":
-            cycle.__class__ = WithoutChunks
-        cast("dict[str, Any]", cycle.scope)[ABORT] = self.transport.abort
-        super()._start_asgi_task(cycle, app)
-
-    def send_400_response(self, msg: str) -> None:
-        body = json.dumps(InvalidValue(msg).body()).encode()
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
-
-
 def config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,

@@ -20,13 +20,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import Draining, InternalError, RequestError
+from server.errors import Draining, InternalError, InvalidValue, RequestError
 
 access_log = logging.getLogger("marathon.access")
 log = logging.getLogger("marathon.api")
 
 KEY = "marathon.record"
-ABORT = "marathon.abort"  # in a request's scope, from the server: cuts the connection
+# In a request's scope, between its connection and who answers it:
+ABORT = "marathon.abort"  # cuts the connection
+UNSENT = "marathon.unsent"  # tells how many bytes of answers the client's machine hasn't taken
+FAULT = "marathon.fault"  # why the request can't become whole, once it is known
+FILLER = "marathon.filler"  # what may stand between two parts of the answer and means nothing; put there by the answer
 QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -109,7 +113,10 @@ class Access:
         try:
             await self._app(scope, receive, stamped)
         except ClientDisconnect:
-            record.facts["finish"] = "client left"
+            if FAULT in scope and not record.status:
+                await refusal(scope, InvalidValue(scope[FAULT]))(scope, receive, stamped)
+            else:
+                record.facts["finish"] = "client left"
         except asyncio.CancelledError:  # the server has ended, and this one was neither sent nor read to its end
             if record.status:
                 return await cut(scope, receive)

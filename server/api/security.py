@@ -18,10 +18,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.access import refusal
-from server.errors import Forbidden, InvalidApiKey, InvalidValue, StartupError
+from server.errors import Forbidden, InvalidApiKey, InvalidValue, RequestError, StartupError
 from server.settings import Settings
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health"})
+_HOST = re.compile(
+    r"([a-z0-9._~!$&'()*+,;=%-]*|\[[0-9a-f:.]+\])(:[0-9]*)?|[0-9a-f:.]*"
+)  # the last one without brackets
 WILDCARDS = frozenset({"0.0.0.0", "::"})
 
 
@@ -37,13 +40,20 @@ class Names:
         self._addresses = settings.host in WILDCARDS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._fault(Headers(scope=scope))):
+        if scope["type"] == "http" and (error := self.fault(scope)):
             await refusal(scope, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _fault(self, headers: Headers) -> Forbidden | None:
-        host, origin = headers.get("host", "").lower(), headers.get("origin")
+    def fault(self, scope: Scope) -> RequestError | None:
+        """Why a request isn't let in."""
+        headers = Headers(scope=scope)
+        hosts, origin = headers.getlist("host"), headers.get("origin")
+        if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
+            return InvalidValue(f"A request has one Host header; this one has {len(hosts) or 'none'}")
+        host = "".join(hosts).lower()
+        if not _HOST.fullmatch(host):
+            return InvalidValue(f"Host {host[:100]!r} is no name or address with a port")
         if host and not self._knows_host(hostname(host)):
             return Forbidden(f"Host {host[:100]!r} isn't allowed; --allowed-hosts adds names")
         if origin is not None and not self._knows_origin(origin.lower(), host):

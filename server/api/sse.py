@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import anyio
@@ -16,7 +16,7 @@ import msgspec
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
-from server.api.access import cut, record_of
+from server.api.access import FILLER, UNSENT, cut, record_of
 from server.live import Live
 
 DONE = b"data: [DONE]\n\n"
@@ -34,7 +34,8 @@ class EventStream(EventSourceResponse):
 
     sse-starlette brings the race between stream and disconnect. Its ping is off: a sign of life is the business of
     whoever reads the news. Its watch for the server's end is off, too: it would cut streams that a drain still lets
-    run. In its place stands a watch for readers that take nothing, for a timer a chunk costs more than the chunk.
+    run. In its place stands a watch for readers that take nothing, for a timer a chunk costs more than the chunk. A
+    reader that takes a little at a time is none: what its machine acknowledges counts, not what makes room here.
     """
 
     def __init__(self, frames: AsyncGenerator[bytes, None], live: Live, patience: float) -> None:
@@ -42,9 +43,12 @@ class EventStream(EventSourceResponse):
         del self.headers["connection"]  # HTTP/1.0 clients get another
         self._live = live
         self._patience = patience
-        self._sending_since = math.inf
+        self._progress = math.inf  # when a send that isn't over last came closer to its end
+        self._unsent: Callable[[], int] = int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[FILLER] = KEEPALIVE
+        self._unsent = scope.get(UNSENT, int)
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
@@ -54,11 +58,15 @@ class EventStream(EventSourceResponse):
             self._live.close()  # the frames close it too, but a client may leave before the first of them
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        self._sending_since = time.monotonic()
+        self._progress = time.monotonic()
         await send(message)
-        self._sending_since = math.inf
+        self._progress = math.inf
 
     async def _listen_for_exit_signal_with_grace(self) -> None:
-        while time.monotonic() - self._sending_since < self._patience:
+        left = 0
+        while (now := time.monotonic()) - self._progress < self._patience:
+            before, left = left, self._unsent()
+            if left < before and self._progress < now:
+                self._progress = now
             await anyio.sleep(self._patience / 4)
         raise SendTimeoutError
