@@ -108,6 +108,9 @@ async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(m
         health = (await place.client.get("/health")).json()
         assert health["status"] == "not ready"
         assert "12 of 93 MB" in health["reason"]
+        for host, status in (("evil.example", 403), ("localhost, localhost", 400)):
+            refused = await place.client.get("/health", headers={"Host": host})
+            assert (refused.status_code, set(refused.json())) == (status, {"error"})
         assert not chat.done()
         found.set()
         assert (await chat).status_code == 200
