@@ -25,6 +25,7 @@ from server.messages import Finding, Snapshot
 log = logging.getLogger(__name__)
 
 Caches = list[Any]  # one a layer: mlx-lm's, of a row or of a batch of rows
+Keep = Callable[[list[int], Callable[[], Caches]], None]  # tokens, and how to get the caches that hold them
 
 # Counting leaves recurses over the graph and overflows the stack beyond some 60,000 links: a chain as long as this
 # is not counted again, so its count is then a lower bound.

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from server.batching import Batch
-from server.cache_guard import Caches, parts
+from server.cache_guard import Caches, Keep, parts
 from server.messages import GroupState
 from server.model import Loaded
 from server.rows import Drawn, Row
@@ -26,8 +26,6 @@ REGROUP_STEPS = 256  # iterations between two looks at the grouping; KV grows by
 WORTH = 0.6  # a grouping must move less than this share of a simpler one's bytes: moving rows copies their KV
 SLOWED = 2.0  # short groups may be slowed by this factor before long ones are stepped less often
 _MEMORY = 0.2
-
-Keep = Callable[[list[int], Callable[[], Caches]], None]
 
 
 def partition(lengths: Many[int], group_bytes: int, row_bytes: Callable[[int], int]) -> list[list[int]]:

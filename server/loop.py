@@ -183,7 +183,7 @@ class Loop:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Cancel):
-            self._drop(command.seq)
+            self._cancel(command.seq)
         elif isinstance(command, Reclaim):
             for act in self._reclaim():
                 self._execute(act)
@@ -225,14 +225,21 @@ class Loop:
         caches: Caches = make_prompt_cache(self._loaded.model)
         return caches
 
-    def _drop(self, seq: int) -> None:
-        """Forget a row wherever it is; a row that is gone already is no news."""
+    def _cancel(self, seq: int) -> None:
+        """The server wants no more of this row. What it has read is kept as it is of a row that ends by itself."""
+        try:
+            self._drop(seq, keep=True)
+        except Exception as error:
+            self._survive(error, self._groups.all_rows())
+
+    def _drop(self, seq: int, *, keep: bool = False) -> None:
+        """Forget a row wherever it is; a row that is gone already is no news. `keep`: but not what it has read."""
         row = self._rows.pop(seq, None)
         self._rebuilt.discard(seq)
         if future := self._compiling.pop(seq, None):
             future.cancel()
-        if row is not None and self._prefill.remove(seq) is None:
-            self._groups.leave([row])
+        if row is not None and self._prefill.remove(seq, self._sharing.keep_read if keep else None) is None:
+            self._groups.leave([row], self._sharing.keep_begun if keep else None)
 
     def _fail(self, row: Row, kind: str, message: str) -> None:
         self._drop(row.seq)
@@ -310,6 +317,7 @@ class Loop:
         if row.sequence.max_tokens > row.produced:
             return False
         self._publish([], [End(row.seq, "length")])
+        self._sharing.keep_read(row.tokens[:-1], row.single)
         del self._rows[row.seq]
         return True
 
@@ -394,8 +402,8 @@ class Loop:
         for row, message in failed:
             self._tell_failed(row, "row", message)
         try:
-            self._groups.leave(gone, self._sharing.keep_read if self._prefix.enabled else None)
-            self._groups.leave([row for row, _ in failed])
+            self._groups.leave(gone, self._sharing.keep_read)
+            self._groups.leave([row for row, _ in failed], self._sharing.keep_begun)
         except Exception as error:
             self._survive(error, self._groups.all_rows())
 

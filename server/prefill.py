@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from server.cache_guard import Guard, cache_arrays
+from server.cache_guard import Guard, Keep, cache_arrays
 from server.cohort import ROOMY, Cohorts
 from server.messages import LARGEST_CHUNK, TokenLogprobs
 from server.pace import CHUNKS, Pace
@@ -119,11 +119,13 @@ class Prefill:
         """A new sequence, behind the others."""
         self.readings.append(Reading(row))
 
-    def remove(self, seq: int) -> Row | None:
-        """Take a sequence out, read or not."""
+    def remove(self, seq: int, keep: Keep | None = None) -> Row | None:
+        """Take a sequence out, read or not; `keep(tokens, take)` hears what it has read, and may take its caches."""
         for reading in self.readings:
             if reading.row.seq == seq:
                 self.readings.remove(reading)
+                if keep is not None and reading.done:
+                    keep(reading.row.tokens[: reading.done], reading.row.single)
                 return reading.row
         return None
 

@@ -13,6 +13,8 @@ from server.cache_guard import Caches, parts
 from server.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim
 from server.rows import Row
 
+_WINDOWS = ("max_size", "chunk_size")  # attributes that say after how many positions a cache drops its oldest
+
 
 class Sharing:
     """Owned by the loop."""
@@ -23,7 +25,7 @@ class Sharing:
         """`fresh`: empty caches of the model; `has_room(length)`: for a copy of a row's caches; `waiting()`: rows
         whose prompt isn't begun."""
         self._prefix, self._has_room, self._waiting = prefix, has_room, waiting
-        windows = [size for part in parts(fresh) if (size := getattr(part, "max_size", None))]
+        windows = [size for part in parts(fresh) for name in _WINDOWS if (size := getattr(part, name, None))]
         self._trims_below = min(windows, default=sys.maxsize) if can_trim(fresh) else 0
 
     def ends(self, row: Row) -> list[int]:
@@ -38,17 +40,28 @@ class Sharing:
         """Whether the row's caches can still be trimmed once its prompt is read."""
         return len(row.tokens) < self._trims_below
 
+    def _trims_to_its_end(self, row: Row) -> bool:
+        """Whether they can, however long the answer gets: a window that turns over on the way forgets the prompt."""
+        return len(row.tokens) + row.sequence.max_tokens - row.produced < self._trims_below
+
     # ------------------------------------------------------------ keep
     def keep_read(self, tokens: list[int], take: Callable[[], Caches]) -> None:
-        """What an ended row has read is kept. It takes a copy, and under pressure that would be the first to go."""
-        if self._has_room(len(tokens)):
+        """Keep what an ended row has read. It takes a copy, and under pressure that would be the first to go."""
+        if self._prefix.enabled and self._has_room(len(tokens)):
             self._prefix.insert(tokens, take())
 
+    def keep_begun(self, tokens: list[int], take: Callable[[], Caches]) -> None:
+        """Keep what a row has read whose answer was cut off (a stop string, a reader that left, a deadline). The engine
+        was some tokens ahead of that, so it serves a later prompt only where these can be trimmed away."""
+        if len(tokens) < self._trims_below:
+            self.keep_read(tokens, take)
+
     def keep_prompt(self, row: Row, length: int) -> None:
-        """A snapshot is due. Caches that can be trimmed are kept whole when their row ends; before that a copy pays
-        only if somebody waits who begins alike."""
+        """Keep a snapshot that is due. Caches that can be trimmed are kept whole when their row ends; before that a
+        copy pays only if they won't be then, or if a row waits that begins alike."""
         tokens = row.tokens[:length]
-        if self._prefix.enabled and (not self._trims(row) or self._is_awaited(tokens)) and self._has_room(length):
+        pays = self._prefix.enabled and (not self._trims_to_its_end(row) or self._is_awaited(tokens))
+        if pays and self._has_room(length):
             self._prefix.insert_copy(tokens, row.single())
 
     def _is_awaited(self, tokens: list[int]) -> bool:

@@ -273,6 +273,68 @@ def test_the_prefix_of_an_ended_row_serves_the_next_one(alone):
     assert {seq: begun.cached for seq, begun in engine.started.items()} == {0: 0, 1: 59, 2: 67, 3: 49}
 
 
+def until_told(engine, seq, count):
+    """Turns until so many tokens of a row are known; then its reader leaves."""
+    for _ in range(1000):
+        if len(engine.tokens[seq]) >= count:
+            break
+        engine.turn()
+    engine.seam.inbox.append(Cancel(EPOCH, seq))
+    engine.turn()
+
+
+@pytest.mark.parametrize("company", [0, 1])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4", "qwen3_5"])
+def test_each_turn_finds_the_one_before_though_its_answer_was_cut_off(family, company):
+    """Llama 4's chunks turn over between the prompt and the end of the first answer, Gemma's windows before."""
+    batching = "batched" if family != "llama4" else "its caches have no merge"
+    engine, plain = (Engine(family, prefix_cache=kept, batching=batching) for kept in (10**8, 0))
+    for i in range(company):
+        engine.submit(row(100 + i, prompt(50, i), max_tokens=1000))
+    tokens, before = prompt(45), 0
+    for turn in range(4):
+        engine.submit(row(turn, tokens, max_tokens=200, marks=[len(tokens)]))
+        until_told(engine, turn, 22)
+        assert engine.started[turn].cached >= 0.9 * before
+        plain.submit(row(turn, tokens, max_tokens=len(engine.tokens[turn])))
+        before, tokens = len(tokens), tokens + engine.tokens[turn][:10] + prompt(20, turn)
+    plain.run()
+    assert all(engine.tokens[turn] == plain.tokens[turn] for turn in range(4))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_prompt_whose_reader_left_is_read_on_where_it_was_left(family, alone):
+    engine = Engine(family, prefix_cache=10**8, prefill_stall_ms=1)
+    engine.submit(beside := row(0, prompt(9), max_tokens=30))
+    engine.turn(3)
+    engine.submit(row(1, prompt(300), max_tokens=8))
+    engine.turn(3)
+    assert not engine.tokens[1]
+    engine.seam.inbox.append(Cancel(EPOCH, 1))
+    engine.submit(again := row(2, prompt(300), max_tokens=8))
+    engine.run()
+    assert engine.started[2].cached >= 64
+    assert_all_right(engine, [beside, again], alone, family)
+
+
+def test_a_prompt_that_was_only_scored_serves_the_next_one(alone):
+    engine = Engine(prefix_cache=10**8)
+    engine.submit(row(0, prompt(60), max_tokens=0, prompt_logprobs=True))
+    engine.run()
+    engine.submit(again := row(1, prompt(60), max_tokens=8))
+    engine.run()
+    assert engine.started[1].cached == 59
+    assert_all_right(engine, [again], alone)
+
+
+def test_where_an_answer_was_cut_off_a_state_that_can_not_be_trimmed_is_of_no_use():
+    """The next prompt goes on from the cut, which the engine has passed already."""
+    engine = Engine("qwen3_5", prefix_cache=10**8)
+    engine.submit(row(0, prompt(60), max_tokens=200))
+    until_told(engine, 0, 20)
+    assert len(engine.loop._prefix) == 1
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
 def test_a_burst_that_begins_alike_reads_the_beginning_once(alone, family):
     engine = Engine(family, prefix_cache=10**8)
