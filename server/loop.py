@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from server.batching import Batch
+from server.cache_folder import TRIALS, cache_folder
 from server.cache_guard import Caches, Guard, cache_arrays, parts, settle
 from server.cohort import Cohorts
 from server.constrain import Grammars, Matcher
@@ -46,11 +47,12 @@ from server.model import Loaded
 from server.prefill import ChunkFailed, Prefill
 from server.prefix_cache import PrefixCache
 from server.pressure import BUFFERS, Act, Verb
-from server.residency import Residency
+from server.residency import Residency, device_memory
 from server.rows import Drawn, Row
 from server.seam import Pulse, Seam
 from server.settings import Settings
 from server.sharing import Sharing
+from server.trial_results import TrialResults
 
 IDLE_SECONDS = 1.0
 WAIT_SECONDS = 0.005  # between two looks at grammars being compiled while there is nothing else to do
@@ -544,8 +546,14 @@ def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settin
         log.warning("MLX runs on the CPU: %s", hidden)
     plans.avoid()
     attention.install()
+    here = f"{device.name()} {device_memory()}"
+    trials = TrialResults(cache_folder(settings.cache_dir) / TRIALS, here, model.TRIED_OUT_BY)
     loaded = model.load(
-        Path(start.model_path), trust_remote_code=settings.trust_remote_code, probe=start.probe, on_stage=pulse.enter
+        Path(start.model_path),
+        trust_remote_code=settings.trust_remote_code,
+        probe=start.probe,
+        on_stage=pulse.enter,
+        trials=trials,
     )
     pulse.enter("serving")
     seam.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))

@@ -20,10 +20,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from server import cache_guard, together
 from server.cache_guard import cache_arrays, parts, pinned_bytes
 from server.errors import StartupError
 from server.messages import LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.together import merged, read_together, taken_apart
+from server.trial_results import TrialResults
 
 log = logging.getLogger("marathon.engine")
 
@@ -31,6 +33,7 @@ STEP = 256  # positions by which mlx-lm's caches grow
 _PROBE_LENGTH = 257  # one more than a growth step: tells arrays that grow from arrays that don't
 _PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one tells more where there is time for it
 _PEAK_SECONDS = 2.0
+TRIED_OUT_BY = [Path(__file__), Path(cache_guard.__file__), Path(together.__file__)]  # what a trial's result depends on
 _NOISE_FACTOR = 16  # batched against alone may differ by so many times what prefill differs from decode
 
 
@@ -58,8 +61,16 @@ class Loaded:
         return self.probe.batching == "batched"
 
 
-def load(path: Path, *, trust_remote_code: bool, probe: Probe | None, on_stage: Callable[[str], None]) -> Loaded:
-    """Load the model in the folder `path`, and try it out unless an earlier engine's `probe` tells how it behaves.
+def load(
+    path: Path,
+    *,
+    trust_remote_code: bool,
+    probe: Probe | None,
+    on_stage: Callable[[str], None],
+    trials: TrialResults | None = None,
+) -> Loaded:
+    """Load the model in the folder `path`, and try it out unless an earlier engine's `probe`, or a trial that was kept,
+    tells how it behaves.
 
     `on_stage` hears of each stage begun. Raises StartupError with one sentence when the folder holds no model that
     mlx-lm can run.
@@ -71,24 +82,44 @@ def load(path: Path, *, trust_remote_code: bool, probe: Probe | None, on_stage: 
         raise StartupError(f"can't load the model in {path}: {_first_line(error)}") from error
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     if probe is None:
-        on_stage("trying out how the model batches and what it costs")
         try:
-            probe = try_out(model, weights)
+            probe = _known_or_tried(path, model, weights, on_stage, trials)
         except Exception as error:
             raise StartupError(f"the model in {path} loads but doesn't run: {_first_line(error)}") from error
         mx.clear_cache()
     return Loaded(model, config, context_length(config), weights, probe)
 
 
-def try_out(model: nn.Module, weights_bytes: int) -> Probe:
-    """How the model batches, and what its rows and steps cost."""
-    vocab, batching = _batching(model)
-    if batching != "batched":
-        log.warning("the model runs in groups of one: %s", batching)
+def _known_or_tried(
+    path: Path, model: nn.Module, weights: int, on_stage: Callable[[str], None], trials: TrialResults | None
+) -> Probe:
+    known = trials.recall(path) if trials else None
+    doubts: list[Exception] = []
+    probe = known or try_out(model, weights, on_stage, doubts)
+    if probe.batching != "batched":
+        log.warning("the model runs in groups of one: %s", probe.batching)
+    log.info("rows are decoded %s; short prompts are read %s", probe.batching, probe.reads)
+    if trials and known is None and not doubts:
+        trials.keep(path, probe)
+    return probe
+
+
+def try_out(model: nn.Module, weights_bytes: int, on_stage: Callable[[str], None], doubts: list[Exception]) -> Probe:
+    """How the model batches, and what its rows and steps cost. To `doubts` is added what may go otherwise next time."""
+    on_stage("trying out whether rows can be decoded together")
+    vocab, batching = _batching(model, doubts)
+    on_stage("trying out whether prompts can be read together")
+    reads = reads_together(model, batching, doubts)
+    on_stage("measuring what a step, a row and a chunk cost")
     traffic = max(weights_bytes, int(step_seconds(model) * _bandwidth()))
-    reads = reads_together(model, batching)
-    log.info("rows are decoded %s; short prompts are read %s", batching, reads)
     return Probe(vocab, batching, row_cost(model), _chunk_peak(model), traffic, reads)
+
+
+def _note(error: Exception, doubts: list[Exception] | None) -> None:
+    """MLX's own errors may be of the moment, such as memory that was short; others are the model's."""
+    of_mlx = isinstance(error, MemoryError | RuntimeError) and not isinstance(error, NotImplementedError)
+    if doubts is not None and of_mlx:
+        doubts.append(error)
 
 
 def _first_line(error: Exception) -> str:
@@ -113,7 +144,7 @@ def quantization(config: dict[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------- batching
-def _batching(model: nn.Module) -> tuple[int, str]:
+def _batching(model: nn.Module, doubts: list[Exception] | None = None) -> tuple[int, str]:
     """Width of the logits, and whether rows of different lengths give the same logits together and alone.
 
     The shortest has read a single token: windows of the newest tokens aren't full yet.
@@ -128,6 +159,7 @@ def _batching(model: nn.Module) -> tuple[int, str]:
     try:
         together = _together(model, [prompt[-1] for prompt in prompts], singles)
     except Exception as error:  # whatever a model file of somebody's raises
+        _note(error, doubts)
         return vocab, _first_line(error)
     noise = max(_distance(_whole(model, prompt), logits) for prompt, logits in zip(prompts, alone, strict=True))
     spread = max(float(mx.std(logits)) for logits in alone)
@@ -141,7 +173,7 @@ def _batching(model: nn.Module) -> tuple[int, str]:
     return vocab, "batched"
 
 
-def reads_together(model: nn.Module, batching: str) -> ReadsTogether:
+def reads_together(model: nn.Module, batching: str, doubts: list[Exception] | None = None) -> ReadsTogether:
     """How prompts of different lengths give the same logits read together and alone: at first from nothing, then on
     caches of different lengths. A model whose rows are decoded alone reads alone."""
     if batching != "batched":
@@ -158,6 +190,7 @@ def reads_together(model: nn.Module, batching: str) -> ReadsTogether:
         try:
             found = _read_by_parts(model, prompts, cut, way)
         except Exception as error:  # whatever a model file of somebody's raises
+            _note(error, doubts)
             log.debug("prompts can't be read %s: %s", way, _first_line(error))
             continue
         if all(_distance(a, b) <= allowed for logits in found for a, b in zip(alone, logits, strict=True)):

@@ -32,7 +32,7 @@ from server.model import row_cost
 from server.settings import load
 
 EPOCH = 3
-TRIAL = "trying out how the model batches and what it costs"
+TRIAL = "trying out whether rows can be decoded together"
 PATIENCE = 120  # seconds; a busy machine starts a process slowly
 
 
@@ -140,9 +140,9 @@ def known():
     return Probe(2048, "batched", row_cost(model("llama")), 0, 10**9)
 
 
-def test_the_life_of_an_engine(start, alone):
+def test_the_life_of_an_engine(start, alone, tmp_path):
     """Load, rows side by side, cancel, resume, progress, reclaim, drain: one process, since starting one is slow."""
-    engine = start(prefix_cache=10**8)
+    engine = start(prefix_cache=10**8, cache_dir=tmp_path)
     ready = engine.ready()
     assert (ready.epoch, ready.pid) == (EPOCH, engine.process.pid)
     assert (ready.vocab_size, ready.batching, ready.context) == (2048, "batched", 32768)
@@ -206,6 +206,18 @@ def test_a_later_engine_takes_the_probe_of_the_first_and_ends_with_its_server(st
     second.until(lambda: second.tokens[1])
     os.kill(second.process.pid, signal.SIGKILL)
     assert second.rest() == -signal.SIGKILL
+
+
+def test_the_engine_of_the_next_start_knows_what_the_model_showed(start, tmp_path):
+    probe = start(cache_dir=tmp_path).ready().probe
+    (kept,) = (tmp_path / "trials").iterdir()
+    second = start(cache_dir=tmp_path, epoch=1)
+    assert second.ready().probe == probe
+    assert TRIAL not in {event.stage for _, event in second.progress}
+    kept.write_bytes(b"{}")
+    third = start(cache_dir=tmp_path, epoch=1)
+    assert third.ready().probe.batching == probe.batching
+    assert TRIAL in {event.stage for _, event in third.progress}
 
 
 def test_a_folder_without_a_model_is_told_and_ends_with_2(start, tmp_path):
