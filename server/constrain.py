@@ -117,7 +117,7 @@ class Grammars:
         return LLTokenizer(text, n_vocab=self._words * 32, eos_token=_eos_ids(self._path))
 
     def close(self) -> None:
-        """Forget what isn't compiled yet."""
+        """Forget what isn't compiled yet. What is being compiled can't be stopped; `seconds` says whether it is."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -78,6 +78,8 @@ def run(seam: Seam, start: Start, settings: Settings) -> int:
     finally:
         pulse.stop()
     engine.close()
+    if engine.compiles:
+        os._exit(0)  # Python would wait for the thread at exit, and it may never end
     return 0
 
 

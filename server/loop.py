@@ -156,6 +156,11 @@ class Loop:
             if self._rows:
                 self._iterate()
 
+    @property
+    def compiles(self) -> bool:
+        """A grammar is being compiled, by a thread that nothing can stop."""
+        return self._grammars.seconds() > 0
+
     def close(self) -> None:
         """Free everything in an order that lets the process exit cleanly: without it MLX may abort at exit."""
         self._grammars.close()

@@ -380,7 +380,7 @@ class Generation(Wire):
         None,
         ge=-(2**63),
         le=2**63 - 1,
-        description="repeats the draw whatever else runs; absent: a new one each time",
+        description="repeats the draw whatever else runs; absent or -1: a new one each time",
         examples=[1],
     )
     stop: Stop | None = Field(None, description="strings that end the answer and aren't part of it", examples=[["\n"]])

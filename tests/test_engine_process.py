@@ -16,6 +16,7 @@ from server.messages import (
     Drain,
     Failed,
     Frames,
+    Grammar,
     LoadFailed,
     Probe,
     Progress,
@@ -188,6 +189,20 @@ def test_the_life_of_an_engine(start, alone, tmp_path):
     engine.send(Drain(EPOCH))
     assert engine.rest() == 0
     assert engine.process.stderr.read() == b""
+
+
+def test_a_grammar_that_is_compiled_for_ever_holds_no_engine_back_that_is_told_to_leave(start, known):
+    engine = start(probe=known)
+    engine.ready()
+    # Compiling it takes minutes; the server refuses it, this test asks the engine itself.
+    endless = Grammar('start: %json {"type": "integer", "multipleOf": 1000003}')
+    engine.submit(row(0, prompt(5), grammar=endless, stop_ids=[2]))
+    engine.submit(row(1, prompt(5), max_tokens=200))
+    engine.until(lambda: 1 in engine.ends)
+    told = time.monotonic()
+    engine.send(Drain(EPOCH))
+    assert engine.rest() == 0
+    assert time.monotonic() - told < 5
 
 
 def test_a_later_engine_takes_the_probe_of_the_first_and_ends_with_its_server(start, alone):

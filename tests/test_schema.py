@@ -270,8 +270,13 @@ def test_top_p_of_nothing_is_greedy() -> None:
     assert (draws(top_p=0).temperature, draws(top_p=0).top_p) == (0.0, 1.0)
 
 
-def test_every_int64_is_a_seed_of_its_own() -> None:
-    seeds = [seed(value) for value in (0, 1, -1, 2**63 - 1, -(2**63))]
+def test_minus_one_draws_a_seed_as_if_none_were_given() -> None:
+    assert draws(seed=-1).seed != draws(seed=-1).seed
+    assert draws(seed=-2).seed == draws(seed=-2).seed
+
+
+def test_every_other_int64_is_a_seed_of_its_own() -> None:
+    seeds = [seed(value) for value in (0, 1, -2, 2**63 - 1, -(2**63))]
     assert len(set(seeds)) == 5
     assert all(0 <= value < 2**64 for value in seeds)
 

@@ -19,6 +19,7 @@ from server.settings import Settings
 from server.tokenizer import Tokenizer
 
 SEED_BITS = 64
+ANY_SEED = -1
 COMPLETION_TOKENS = 16
 
 
@@ -72,8 +73,10 @@ def sampling(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> Sampl
 
 
 def seed(wish: int | None) -> int:
-    """64 bits: the client's, or drawn here, so that a continuation elsewhere draws the same tokens."""
-    return secrets.randbits(SEED_BITS) if wish is None else wish & (2**SEED_BITS - 1)
+    """64 bits: the client's, or drawn here, so that a continuation elsewhere draws the same tokens. -1 asks for that,
+    as it does from llama.cpp and vLLM, whose clients send it by default."""
+    is_open = wish is None or wish == ANY_SEED
+    return secrets.randbits(SEED_BITS) if is_open else wish & (2**SEED_BITS - 1)
 
 
 def stop_ids(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> list[int]:
