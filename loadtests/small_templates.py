@@ -101,6 +101,13 @@ COUNTING = (
     "{% if (m.role in ['user', 'tool']) != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}" + SHOWN
 )
+# Only the assistant may speak behind a result.
+ANSWERED = (
+    JSON_CALLS
+    + TOOLS
+    + "{% for m in messages %}{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'tool' %}"
+    "{{ raise_exception('no answer to the result') }}{% endif %}" + SHOWN
+)
 # Calls are left out; what tools said is shown.
 DEAF = JSON_CALLS + TOOLS + "{% for m in messages %}" + TURN + "{% endfor %}" + ANSWER
 # Contents are lists of parts.
@@ -144,6 +151,7 @@ PARTICULAR = {
     "single": SINGLE,
     "talking": TALKING,
     "counting": COUNTING,
+    "answered": ANSWERED,
     "deaf": DEAF,
     "parted": PARTED,
     "forgetting": FORGETTING,

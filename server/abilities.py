@@ -26,6 +26,7 @@ class Abilities:
         calls: it shows tool calls, and messages of role tool as their results. What is below matters only then.
         several: one message may have several calls.
         rows: several results may follow each other.
+        after: a turn of the user's may follow results.
         spoken: a message with calls may have text as well.
         short_ids: a call's id must have nine letters or digits.
     """
@@ -43,5 +44,6 @@ class Abilities:
     calls: bool = True
     several: bool = True
     rows: bool = True
+    after: bool = True
     spoken: bool = True
     short_ids: bool = False

@@ -119,17 +119,23 @@ def _one(run: Turns) -> Turn:
 
 
 def _alternating(said: Turns, able: Abilities) -> Turns:
-    """An empty turn of the other side between two of one side that calls or results keep apart. Where the assistant's
-    can't be empty, what the user says becomes part of the result before it."""
-    may_follow = {"user": able.users, "assistant": able.answers}
+    """An empty turn of the other side between two of one side that calls or results keep apart, or between results and
+    the user's turn. Where the assistant's can't be empty, what the user says becomes part of the result before it."""
     made: Turns = []
     last = ""
     for turn in said:
-        if turn.speaks and turn.role == last and not may_follow[last]:
-            if last == "user" and not able.blanks:
+        behind = made[-1].role if made else ""
+        if turn.speaks and _clash(turn.role, last, behind, able):
+            if turn.role == "user" and behind == "tool" and not able.blanks:
                 made[-1] = replace(made[-1], texts=made[-1].texts + turn.texts)
                 continue
-            made.append(Turn("assistant" if last == "user" else "user", []))
+            made.append(Turn("assistant" if turn.role == "user" else "user", []))
         last = turn.role if turn.speaks else last
         made.append(turn)
     return made
+
+
+def _clash(role: str, last: str, behind: str, able: Abilities) -> bool:
+    """Whether a turn can't come `behind` one of that role, where `last` was the last to speak."""
+    may_follow = {"user": able.users, "assistant": able.answers}
+    return (role == last and not may_follow[role]) or (role == "user" and behind == "tool" and not able.after)

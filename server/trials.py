@@ -82,6 +82,7 @@ class _Trial:
         self.settle("UDTT", several=False)
         self.settle("UDTT", rows=False)
         self.settle("UDTT", several=False, rows=False)
+        self.settle("UCTU", "UCTUAU", after=False)
 
     def learn_systems(self) -> None:
         fronts = ("SU", "SUAU", *(("SUCT",) if self.able.calls else ()))

@@ -153,6 +153,7 @@ C1, C2 = ('<tool_call>{"name": "f", "arguments": {"of": "' + name + '"}}</tool_c
         ("single", [U("q"), calls("c1", "c2"), result("c1", "r"), result("c2", "s")], [C1, C2, "tool\nr", "tool\ns"]),
         ("counting", [U("q"), calls("c1", "c2"), result("c1", "r"), result("c2", "s")], [C1 + C2, "tool\nr\n\ns"]),
         ("counting", [U("q"), calls("c1"), result("c1", "r"), U("so")], [C1, "tool\nr", "assistant\n", "user\nso"]),
+        ("answered", [U("q"), calls("c1"), result("c1", "r"), U("so")], [C1, "tool\nr", "assistant\n", "user\nso"]),
         ("talking", [U("q"), calls("c1"), result("c1", "r"), U("so")], [C1, "tool\nr\n\nso"]),
         ("late", [U("q"), calls("c1", text="Hm."), result("c1", "r")], ["assistant\nHm.", C1, "tool\nr"]),
     ],
