@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
+from server.call_formats import UNTAGGED
 from server.tokenizer import Tokenizer, Transitions
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
@@ -170,6 +171,7 @@ def transitions(tokenizer: Tokenizer, *, tools: bool) -> tuple[Transitions, str]
     led = any(state == TOOL for more in edges.values() for _, state in more)
     if form := tokenizer.tool_format:
         edges[NORMAL] += [] if led else [(form.start, TOOL)]
+        edges[NORMAL] += [(tag, TOOL) for name, tag in UNTAGGED.items() if name == form.name]
         edges[REASONING] += [(form.start, TOOL)]
         edges[TOOL] += [(form.end, NORMAL)] if form.end else []
     return _offered(edges, tools), tokenizer.first_state or NORMAL

@@ -17,8 +17,8 @@ from typing import Any
 
 from server.call_ids import CallIds
 from server.reasoning import NORMAL, REASONING, TOOL, Channels, Segment, Watch, transitions
-from server.tokenizer import Tokenizer
-from server.toolcalls import Block, CallArguments, CallBegin
+from server.tokenizer import Tokenizer, ToolFormat
+from server.toolcalls import Block, CallArguments, CallBegin, CallPiece
 
 _BREAKS = "\r\n"
 
@@ -82,6 +82,7 @@ class TextState:
         self._thought = _Flow(stops, trim=_BREAKS)
         self._block: Block | None = None
         self._origin = (NORMAL, "")  # the state before the block, and the tag that opened it
+        self._doubt: _Doubt | None = None
         self._pieces: list[Piece] = []
         self.stopped = False
         self.tokens = self.reasoning_tokens = self.calls = 0
@@ -97,12 +98,13 @@ class TextState:
                 self._feed(token)
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """The answer is over: what was held back for nothing. Half a character at the end is dropped."""
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """The answer is over: what was held back for nothing. Half a character at the end is dropped. `cut`: the model
+        would have said more."""
         if not self.stopped:
             self._place(self._channels.finish())
         if not self.stopped and self._block is not None:
-            self._close_block("")
+            self._end_block(cut)
         self._say(Reasoning, "" if self._thought.stopped else self._thought.rest())
         self._say(Content, "" if self._content.stopped else self._content.rest())
         return self._taken()
@@ -145,38 +147,78 @@ class TextState:
         self._thought = _Flow(self._stops, trim=_BREAKS)
         self._content.trim(_BREAKS)
 
+    # ---------------------------------------------------------------- tool calls
     def _in_block(self, segment: Segment) -> None:
-        form = self._tokenizer.tool_format
-        if self._block is None and form is not None:
-            self._block = Block(form, self._tools, self.calls, self._ids)
-        if self._block is not None:
-            self._tell(self._block.feed(segment.text))
-            if segment.tag:
-                self._close_block(segment.tag)
+        form, text = self._tokenizer.tool_format, segment.text
+        if form is None:
+            return
+        if self._doubt is not None:
+            self._doubt.add(text)
+            if self._doubt.lasts:
+                if segment.tag:
+                    self._stay_in_block(form, segment.tag)
+                return
+            text = self._resolve(form, self._doubt)
+        self._block = self._block or Block(form, self._tools, self._origin[1], self.calls, self._ids)
+        self._tell(self._block.feed(text))
+        if segment.tag and self._block.in_value and not self._tokenizer.speaks_harmony:
+            self._stay_in_block(form, segment.tag)
+        elif segment.tag:
+            self._close_block(segment.tag)
 
-    def _close_block(self, tag: str) -> None:
-        """The calls of a complete block; a block that is no call goes back to where it came from, tags and all."""
+    def _stay_in_block(self, form: ToolFormat, tag: str) -> None:
+        """The tag may be part of an argument."""
+        self._channels.enter(TOOL)
+        if self._doubt is None:
+            self._doubt = _Doubt(tag, form.start)
+        else:
+            self._doubt.add(tag)
+
+    def _resolve(self, form: ToolFormat, doubt: _Doubt) -> str:
+        """What to read after a doubt: the argument goes on, or the block was complete and there is another."""
+        self._doubt = None
+        if (following := doubt.next_block) is None:
+            return doubt.text
+        self._close_block(form.end, goes_on=True)
+        self._origin = (self._origin[0], form.start)
+        return following
+
+    def _end_block(self, cut: bool) -> None:
+        """The answer ends inside a block, or behind a closing tag that was in doubt."""
+        form, doubt, self._doubt = self._tokenizer.tool_format, self._doubt, None
+        tag = form.end if form and doubt else ""
+        self._close_block(tag, whole=not cut)
+        self._write(Content, self._content, doubt.text[len(tag) :] if doubt else "")
+
+    def _close_block(self, tag: str, *, whole: bool = True, goes_on: bool = False) -> None:
+        """The calls of a complete block; a block that is no call goes back to where it came from, tags and all.
+        `goes_on`: the next block has begun."""
         block, self._block = self._block, None
         assert block is not None
-        ended = block.end()
+        ended = block.end(whole=whole)
         self.calls += block.calls
         if ended is not None:
             self._tell(ended)
             self._content.trim(None)
             return
-        state, opening = self._origin
-        if state == REASONING:
+        text = block.whole_text + tag
+        if self._origin[0] != REASONING:
+            self._write(Content, self._content, text)
+            return
+        if not goes_on:
             self._channels.enter(REASONING)
-            self._write(Reasoning, self._thought, opening + block.text + tag)
-        else:
-            self._write(Content, self._content, opening + block.text + tag)
+        self._write(Reasoning, self._thought, text)
 
-    def _tell(self, pieces: Sequence[Piece]) -> None:
-        """Pieces of calls. One inside reasoning ends it."""
+    def _tell(self, pieces: Sequence[CallPiece | str]) -> None:
+        """Pieces of calls, and text beside them. They end reasoning."""
         if pieces and self._origin[0] == REASONING:
             self._origin = (NORMAL, "")
             self._end_reasoning()
-        self._pieces += pieces
+        for piece in pieces:
+            if not isinstance(piece, str):
+                self._pieces.append(piece)
+            elif not self.stopped:
+                self._write(Content, self._content, piece)
 
     # ---------------------------------------------------------------- pieces
     def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
@@ -191,6 +233,43 @@ class TextState:
     def _taken(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
         return pieces
+
+
+class _Doubt:
+    """A closing tag inside an argument, and what has come since; mutable, owned by a `TextState`.
+
+    It is part of the argument, unless another block or the answer's end follows.
+
+    Attributes:
+        text: all of it.
+    """
+
+    def __init__(self, tag: str, opening: str) -> None:
+        self._tag, self._opening = tag, opening
+        self._at = 0  # where something else than this tag and white space begins
+        self.text = tag
+
+    def add(self, text: str) -> None:
+        self.text += text
+        while self._at < len(self.text):
+            if self.text.startswith(self._tag, self._at):
+                self._at += len(self._tag)
+            elif self.text[self._at].isspace():
+                self._at += 1
+            else:
+                break
+
+    @property
+    def lasts(self) -> bool:
+        """Whether what follows may still become either."""
+        return len(self.text) - self._at < len(self._opening) and self._opening.startswith(self.text[self._at :])
+
+    @property
+    def next_block(self) -> str | None:
+        """The text of the block that follows, if one does."""
+        if not self.text.startswith(self._opening, self._at):
+            return None
+        return self.text[self._at + len(self._opening) :]
 
 
 class _Flow:

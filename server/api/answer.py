@@ -62,7 +62,7 @@ class Choice:
         if self.keeps_ids:
             self.ids += delta.tokens[: self.text.tokens - before]
         if delta.finish is not None or self.text.stopped:
-            pieces = joined(pieces, self.text.finish())
+            pieces = joined(pieces, self.text.finish(cut=delta.finish == "length"))
             ended = "stop" if self.text.stopped else delta.finish
             self.finish = "tool_calls" if self.text.calls and ended == "stop" else ended
         return pieces
