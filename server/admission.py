@@ -54,13 +54,7 @@ class Capacity:
         """Raises ContextLengthExceeded or ExceedsMemory for a sequence that could never run."""
         length = len(sequence.prompt) + 1
         if length > self.context:
-            raise ContextLengthExceeded(
-                # OpenAI's words first and llama.cpp's then: clients look for either to tell what has happened.
-                f"This model's maximum context length is {self.context} tokens. However, the prompt of "
-                f"{len(sequence.prompt)} tokens exceeds the available context size: at least one token of the answer "
-                "has to fit, too.",
-                numbers={"n_prompt_tokens": len(sequence.prompt), "n_ctx": self.context},  # llama.cpp's names
-            )
+            raise ContextLengthExceeded.of(len(sequence.prompt), self.context)
         if self.limit and self.alone(length) > self.limit:
             raise ExceedsMemory(
                 f"A prompt of {len(sequence.prompt)} tokens needs {self.alone(length)} bytes, weights included; the "

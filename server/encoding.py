@@ -19,8 +19,12 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
+from server.errors import ContextLengthExceeded
 from server.history import History, common_prefix, may_cut
+from server.least import Least
+from server.pieces import PIECE, Cuts, measured
 from server.vocabulary import Vocabulary
+from server.words import any_of
 
 # Code points that Unicode reserves for a program's own use; in foreign text they are replaced, like lone surrogates.
 _FOREIGN = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
@@ -39,11 +43,8 @@ class Shield:
     """Finds what spells a special token. Immutable."""
 
     def __init__(self, specials: Sequence[str]) -> None:
-        words = sorted(filter(None, specials), key=len, reverse=True)
-        heads = re.escape("".join(sorted({word[0] for word in words})))
-        # The first look-ahead spares most positions the long list; the last one is for words of one character.
-        any_word = f"(?=[{heads}])(?:{'|'.join(map(re.escape, words))})(?!{_BEHIND})"
-        self.pattern = re.compile(any_word if words else "(?!)")
+        words = list(filter(None, specials))
+        self.pattern = re.compile(f"{any_of(words)}(?!{_BEHIND})")  # the look-ahead is for words of one character
         self._longest = max(map(len, words), default=0)
         self._beginnings = {word[:n] for word in words for n in range(1, len(word))}
         self._endings = {word[n:] for word in words for n in range(1, len(word))}
@@ -86,32 +87,50 @@ class Encoder:
         self.control = frozenset(self._ids)
         self.shield = Shield(list(self._ids))
         self._backend = _backend(tokenizer)
+        self._cuts = Cuts(self._backend, vocabulary.spellings)
+        self._least = Least(self._backend, vocabulary.spellings)
         # A normalizer can make a special token of text that isn't spelled like one.
         named = any(entry.normalized for entry in self._entries.values())
         self._always_guard = named and _normalizes(self._backend)
         self.opening = self._find_opening()
 
-    def encode(self, text: str, *, special: bool, bos: bool) -> list[int]:
-        """Ids of a bare text; what spells a special token in it is one only when `special`."""
-        ids, _ = self.encode_marked(clean(text) if special else self.shield.hide(text))
+    def encode(self, text: str, *, special: bool, bos: bool, most: int | None = None) -> list[int]:
+        """Ids of a bare text; what spells a special token in it is one only when `special`. `most`: see below."""
+        ids, _ = self.encode_marked(clean(text) if special else self.shield.hide(text), most=most)
         return [*self.opening, *ids] if bos and ids[:1] != self.opening[:1] else ids
 
-    def encode_marked(self, text: str, positions: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """Ids of a text whose typed parts are shielded, and how many of them lie wholly before each position."""
-        if self._always_guard or _MARKS.search(text):
-            return self._encode_guarded(text, positions) or self._encode_in_bits(text, positions)
+    def encode_marked(
+        self, text: str, positions: Sequence[int] = (), *, most: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Ids of a text whose typed parts are shielded, and how many of them lie wholly before each position.
+
+        `most`: tokens that there is room for. Raises ContextLengthExceeded for a text that is far too long for them,
+        before it is read to its end.
+        """
+        marked = self._always_guard or _MARKS.search(text) is not None
+        if most is not None and len(text) > max(PIECE, most):
+            self._check(_MARKS.sub("", text) if marked else text, most)
+        if marked:
+            return self._encode_guarded(text, positions, most) or self._encode_in_bits(text, positions)
         if self._backend is None:
             return self._encode_in_bits(text, positions)
-        ids, ends = self._history.encode(text)
+        ids, ends = self._history.encode(text, most)
         return ids, [bisect_right(ends, position) for position in positions]
 
-    def _encode_guarded(self, text: str, positions: Sequence[int]) -> tuple[list[int], list[int]] | None:
+    def _check(self, text: str, most: int) -> None:
+        """Raises for a text that has too many tokens whatever they are."""
+        if self._backend is not None and (fewest := self._least.tokens(text)) > most:
+            raise ContextLengthExceeded.of(fewest, most, at_least=True)
+
+    def _encode_guarded(
+        self, text: str, positions: Sequence[int], most: int | None
+    ) -> tuple[list[int], list[int]] | None:
         """None when the tokenizer can't be copied, or makes control tokens of plain text nevertheless."""
         if self._guard is None:
             return None
         guard, true_ids = self._guard
         places = [len(self._with_stand_ins(text[:position])) for position in positions]
-        ids, ends = _measured(guard, self._with_stand_ins(text))
+        ids, ends = measured(guard, self._cuts, self._with_stand_ins(text), most)
         if not self._control.isdisjoint(ids):
             return None
         return [true_ids.get(token, token) for token in ids], [bisect_right(ends, place) for place in places]
@@ -131,7 +150,7 @@ class Encoder:
 
     @cached_property
     def _history(self) -> History:
-        encode = partial(_measured, self._backend)
+        encode = partial(measured, self._backend, self._cuts)
         plain = {i: e for i, e in self._entries.items() if not (e.lstrip or e.single_word or e.normalized)}
         cuts = {token: entry.content for token, entry in plain.items() if may_cut(encode, entry.content, token)}
         longest = max((len(entry.content) for entry in self._tokenizer.added_tokens_decoder.values()), default=0)
@@ -139,26 +158,23 @@ class Encoder:
 
     @cached_property
     def _guard(self) -> tuple[Any, dict[int, int]] | None:
-        """The copy that matches no control token, and which stand-in's id means which control id. Made when first
-        needed: it costs as much as loading the tokenizer again."""
+        """The copy that matches no control token, and which of its ids mean others. The model itself is shared: only
+        the added tokens differ."""
         import tokenizers
 
         if self._backend is None:
             return None
-        try:
-            copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        except Exception:  # parts written in Python can't be copied, and the library raises bare Exceptions
-            return None
-        copy.add_special_tokens(list(self._ids))  # those that weren't become special; no id changes
-        copy.encode_special_tokens = True
-        copy.add_tokens(
-            [
-                tokenizers.AddedToken(_stand_in(i), lstrip=entry.lstrip, rstrip=entry.rstrip, normalized=False)
-                for i, entry in self._entries.items()
-            ]
-        )
-        vocabulary = copy.get_vocab()
-        return copy, {vocabulary[_stand_in(i)]: i for i in self._entries}
+        copy = tokenizers.Tokenizer(self._backend.model)
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            if (used := getattr(self._backend, part)) is not None:
+                setattr(copy, part, used)
+        added = self._backend.get_added_tokens_decoder()
+        names = {i: _stand_in(i) if i in self._entries else entry.content for i, entry in added.items()}
+        copy.add_tokens([_renamed(entry, names[i]) for i, entry in sorted(added.items())])
+        vocabulary: Any = copy.token_to_id  # every name is one by now
+        true_ids = {vocabulary(name): i for i, name in names.items()}
+        strangers = (i for i, true in true_ids.items() if i != true and self._backend.model.id_to_token(i) is not None)
+        return (copy, true_ids) if next(strangers, None) is None else None
 
     def _find_opening(self) -> list[int]:
         bare = self._tokenizer.encode("a", add_special_tokens=False)
@@ -171,15 +187,20 @@ def _stand_in(token: int) -> str:
     return f"{_OPEN}{token}{_CLOSE}"
 
 
+def _renamed(entry: Any, name: str) -> Any:
+    """An added token under another name, which no normalizer touches; the same one under its own."""
+    import tokenizers
+
+    if name == entry.content:
+        return tokenizers.AddedToken(
+            name, lstrip=entry.lstrip, rstrip=entry.rstrip, normalized=entry.normalized, single_word=entry.single_word
+        )
+    return tokenizers.AddedToken(name, lstrip=entry.lstrip, rstrip=entry.rstrip, normalized=False)
+
+
 def _normalizes(backend: Any) -> bool:
     normalizer = None if backend is None else backend.normalizer
     return normalizer is not None and json.loads(normalizer.__getstate__()).get("normalizers") != []
-
-
-def _measured(backend: Any, text: str) -> tuple[list[int], list[int]]:
-    """Ids, and where in the text each token ends."""
-    encoding = backend.encode(text, add_special_tokens=False)
-    return encoding.ids, [end for _, end in encoding.offsets]
 
 
 def _backend(tokenizer: Any) -> Any:

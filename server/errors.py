@@ -97,6 +97,17 @@ class ContextLengthExceeded(RequestError):
 
     status, type, code, reason = 400, "invalid_request_error", "context_length_exceeded", "context_length"
 
+    @classmethod
+    def of(cls, tokens: int, context: int, *, at_least: bool = False) -> ContextLengthExceeded:
+        """For a prompt of so many tokens, or `at_least` so many: what can't fit isn't counted to its end."""
+        count = f"at least {tokens}" if at_least else str(tokens)
+        return cls(
+            # OpenAI's words first and llama.cpp's then: clients look for either to tell what has happened.
+            f"This model's maximum context length is {context} tokens. However, the prompt of {count} tokens exceeds "
+            "the available context size: at least one token of the answer has to fit, too.",
+            numbers={"n_prompt_tokens": tokens, "n_ctx": context},  # llama.cpp's names
+        )
+
 
 class ExceedsMemory(RequestError):
     """The sequence could never run within the memory limit, even alone; the message names both numbers."""

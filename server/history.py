@@ -11,17 +11,24 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from threading import Lock
+from typing import Protocol
 
 SHORTEST = 2_000  # characters of a text worth keeping
 MOST = 32  # texts
 MOST_CHARACTERS = 4_000_000  # of all together
 GROWN = 0.8  # share of an earlier text that one which begins alike must have to take its place
 
-Encode = Callable[[str], tuple[list[int], list[int]]]  # ids, and where each token ends
+Encoded = tuple[list[int], list[int]]  # ids, and where each token ends
+
+
+class Encode(Protocol):
+    """Encodes a text. May raise for one that has many more than `most` tokens."""
+
+    def __call__(self, text: str, most: int | None = None, /) -> Encoded: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +49,20 @@ class History:
         self._texts: list[_Text] = []
         self._lock = Lock()
 
-    def encode(self, text: str) -> tuple[list[int], list[int]]:
+    def encode(self, text: str, most: int | None = None) -> Encoded:
         """Ids of the whole text and where each token ends."""
-        if len(text) < SHORTEST or not self._cuts:
-            return self._encode(text)
+        if not (SHORTEST <= len(text) <= MOST_CHARACTERS and self._cuts):
+            return self._encode(text, most)
         with self._lock:
             texts = list(self._texts)
         known, shared, cuts = self._best(text, texts)
         cut, index = cuts[-1] if cuts else (0, 0)
-        ids, ends = self._encode(text[cut:])
+        ids, ends = self._encode(text[cut:], most)
         if known is not None:
             ids = known.ids[:index].tolist() + ids
             ends = known.ends[:index].tolist() + [end + cut for end in ends]
+        if most is not None and len(ids) > most:  # nothing will be generated from it
+            return ids, ends
         new = _Text(text, array("I", ids), array("I", ends), cuts + self._places(text, ids, ends, index + 1))
         self._keep(new, known if known is not None and shared >= GROWN * len(known.text) else None)
         return ids, ends

@@ -126,9 +126,12 @@ class Tokenizer:
             raise StartupError(f"the tokenizer in {path} can't be loaded: {reason[:300]}") from error
 
     # ---------------------------------------------------------------- text → ids
-    def encode(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
-        """Ids of a bare text. What spells a control token in it stays text unless `special`."""
-        return self._encoder.encode(text, special=special, bos=bos)
+    def encode(self, text: str, *, special: bool = False, bos: bool = True, most: int | None = None) -> list[int]:
+        """Ids of a bare text. What spells a control token in it stays text unless `special`.
+
+        Raises ContextLengthExceeded for a text that is far longer than `most` tokens, without reading all of it.
+        """
+        return self._encoder.encode(text, special=special, bos=bos, most=most)
 
     def chat(
         self,
@@ -139,14 +142,16 @@ class Tokenizer:
         reasoning_effort: str | None = None,
         continue_final_message: bool = False,
         begin_answer: bool = True,
+        most: int | None = None,
     ) -> ChatPrompt:
         """The prompt for the next answer, or for going on with the last message; without `begin_answer` for neither.
 
-        Raises InvalidValue when the model has no template, or with the template's words when it refuses.
+        Raises InvalidValue when the model has no template, or with the template's words when it refuses, and
+        ContextLengthExceeded for a prompt that is far longer than `most` tokens, without reading all of it.
         """
         begins = begin_answer and not continue_final_message
         made = self._template.render(messages, tools, kwargs or {}, reasoning_effort, continue_final_message, begins)
-        ids, counts = self._encoder.encode_marked(made.text, made.places)
+        ids, counts = self._encoder.encode_marked(made.text, made.places, most=most)
         marks = sorted({*(count for count in counts if count >= _WORTH_A_MARK), len(ids)})
         return ChatPrompt(ids, marks, made.reasoning)
 

@@ -10,7 +10,7 @@ Three kinds of tokenizer are told apart by trying: a rule is right when it repro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Rule = Callable[[int], bytes]
@@ -67,6 +67,10 @@ class Vocabulary:
         if known is None:
             known = self._table[token] = self._rule(token) if 0 <= token < self.size else b""
         return known
+
+    def spellings(self) -> Iterator[bytes]:
+        """The bytes of every id. They aren't kept: some hundred thousand of them are seldom wanted."""
+        return (self._table.get(token) or self._rule(token) for token in range(self.size))
 
     def decode(self, tokens: Iterable[int], *, special: bool) -> str:
         """The text of some ids, its leading space kept; `special` tokens are spelled out or left out."""

@@ -45,7 +45,7 @@ def test_conversations_that_grow_fork_and_shorten_get_the_ids_that_they_get_alon
         patch.setattr(history, "MOST", 4)
         patch.setattr(history, "MOST_CHARACTERS", 600)
         known = encoder.__dict__.pop("_history", None) or encoder._history
-        memory = History(lambda text: alone(encoder, text), known._cuts, known._longest)
+        memory = History(lambda text, most=None: alone(encoder, text), known._cuts, known._longest)
         said = ""
         for _ in range(8):
             kept = data.draw(st.integers(0, len(said)))
@@ -58,7 +58,7 @@ def test_only_the_end_of_a_grown_text_is_encoded(encoder, monkeypatch):
     monkeypatch.setattr(history, "SHORTEST", 0)
     asked = []
 
-    def encode(text):
+    def encode(text, most=None):
         asked.append(text)
         return alone(encoder, text)
 
@@ -74,7 +74,7 @@ def test_only_the_end_of_a_grown_text_is_encoded(encoder, monkeypatch):
 
 
 def test_what_is_kept_is_bounded(encoder, monkeypatch):
-    memory = History(lambda text: alone(encoder, text), encoder._history._cuts, 5)
+    memory = History(lambda text, most=None: alone(encoder, text), encoder._history._cuts, 5)
     monkeypatch.setattr(history, "MOST_CHARACTERS", 30_000)
     for i in range(100):
         memory.encode(f"{i} fox" * 1000)

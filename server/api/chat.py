@@ -21,7 +21,7 @@ from server.api.members import unknown
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.respond import Prepared, respond
-from server.api.sequences import Bounds, predicted, sequences, truncated
+from server.api.sequences import Bounds, most_tokens, predicted, sequences, truncated
 from server.api.served import Served
 from server.api.shapes import ChatCompletion, ChatCompletionChunk
 from server.api.turns import spoken, text_of
@@ -57,7 +57,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     served.check_model(request.model)
     policy.check_chat(request, served.settings)
     tokenizer, wish, form = served.tokenizer, tools.read(request), forms.read(request, served.settings)
-    prompt = render(tokenizer, request, wish)
+    prompt = render(tokenizer, request, wish, most_tokens(request, bounds))
     default = served.settings.default_max_tokens
     max_tokens = request.max_completion_tokens or request.max_tokens or predicted(request, default)
     ids = truncated(prompt.ids, request, bounds, max_tokens)
@@ -75,8 +75,8 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     return Prepared(request, made, texts, _form(request, wish, served), unknown(request))
 
 
-def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish) -> ChatPrompt:
-    """The conversation as the model reads it."""
+def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish, most: int | None = None) -> ChatPrompt:
+    """The conversation as the model reads it. Raises ContextLengthExceeded where it's far longer than `most` tokens."""
     messages, offered = generic_tools.rewritten(tokenizer, spoken(request.messages), wish.for_template)
     return tokenizer.chat(
         messages,
@@ -85,6 +85,7 @@ def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish) -> Chat
         reasoning_effort=request.effort,
         continue_final_message=bool(request.continue_final_message),
         begin_answer=request.add_generation_prompt is not False,
+        most=most,
     )
 
 

@@ -24,7 +24,7 @@ from server.api.members import unknown
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.respond import Prepared, respond
-from server.api.sequences import COMPLETION_TOKENS, Bounds, predicted, sequences, truncated
+from server.api.sequences import COMPLETION_TOKENS, Bounds, most_tokens, predicted, sequences, truncated
 from server.api.served import Served
 from server.api.shapes import TextCompletion
 from server.api.sse import event
@@ -63,8 +63,8 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     policy.check_completion(request, served.settings)
     given = split(request.prompt)
     max_tokens = predicted(request, COMPLETION_TOKENS) if request.max_tokens is None else request.max_tokens
-    bos = request.add_special_tokens is not False
-    whole = [tokenised(prompt, served.tokenizer, bounds, bos=bos) for prompt in given]
+    bos, most = request.add_special_tokens is not False, most_tokens(request, bounds)
+    whole = [tokenised(prompt, served.tokenizer, bounds, bos=bos, most=most) for prompt in given]
     prompts = [truncated(ids, request, bounds, max_tokens) for ids in whole]
     made = sequences(
         request,
@@ -80,7 +80,8 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     shown, ends = request.shows_special, made[0].stop_ids
     texts = [TextState(served.tokenizer, stops=stops, stop_ids=ends, chat=False, show_special=shown) for _ in made]
     read = [text if ids is all_ids else ids for text, ids, all_ids in zip(given, prompts, whole, strict=True)]
-    form = _form(request, served, [_spelled(p, served.tokenizer) for p in read for _ in range(request.n or 1)])
+    shown_prompts = [_spelled(prompt, served.tokenizer) for prompt in read] if request.echo else []
+    form = _form(request, served, [prompt for prompt in shown_prompts for _ in range(request.n or 1)])
     return Prepared(request, made, texts, form, unknown(request))
 
 
@@ -101,13 +102,16 @@ def split(prompt: Prompt) -> list[str | list[int]]:
     return several if isinstance(several[0], str | list) else [several]
 
 
-def tokenised(prompt: str | list[int], tokenizer: Tokenizer, bounds: Bounds, *, bos: bool = True) -> list[int]:
-    """Ids; text gets the model's begin token if `bos`, ids are taken as they are.
+def tokenised(
+    prompt: str | list[int], tokenizer: Tokenizer, bounds: Bounds, *, bos: bool = True, most: int | None = None
+) -> list[int]:
+    """Ids; text gets the model's begin token if `bos`, ids are taken as they are. Raises ContextLengthExceeded for a
+    text that is far longer than `most` tokens.
 
     Whoever writes a bare prompt writes all of it: what spells a control token is one, as templates rendered by the
     client need it. In chat messages it stays text.
     """
-    ids = tokenizer.encode(prompt, special=True, bos=bos) if isinstance(prompt, str) else prompt
+    ids = tokenizer.encode(prompt, special=True, bos=bos, most=most) if isinstance(prompt, str) else prompt
     bounds.check_ids(ids, "prompt")
     if not ids:
         raise InvalidValue("prompt: an empty text gives this model nothing to begin with", param="prompt")

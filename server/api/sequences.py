@@ -94,6 +94,11 @@ def predicted(request: Generation, default: int | None) -> int | None:
     return default if request.n_predict is None else request.n_predict
 
 
+def most_tokens(request: Generation, bounds: Bounds) -> int | None:
+    """Those of a prompt that can be of use; None where it's truncated, for that needs all of them."""
+    return bounds.context if request.truncate_prompt_tokens is None else None
+
+
 def truncated(ids: list[int], request: Generation, bounds: Bounds, max_tokens: int | None) -> list[int]:
     """The prompt, or the part of it that the request wants; the very same list if that is all of it."""
     most = request.truncate_prompt_tokens
