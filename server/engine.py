@@ -16,7 +16,7 @@ import socket
 import sys
 
 from server import faults as faults_module
-from server import logs, messages
+from server import logs, messages, open_files
 from server.errors import StartupError
 from server.messages import Snapshot, Start
 from server.seam import Pulse, Seam
@@ -61,7 +61,8 @@ def run(seam: Seam, start: Start, settings: Settings) -> int:
     )
     pulse.enter("importing MLX and the models' code")
     fault.at_start()
-    from server import loop  # MLX and the model code load here, with the pulse already beating
+    with open_files.kept():
+        from server import loop  # MLX and the model code load here, with the pulse already beating
 
     try:
         engine = loop.open_loop(seam, pulse, snapshot, start, settings, fault)

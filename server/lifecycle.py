@@ -20,7 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 import server
-from server import logs
+from server import logs, open_files
 from server.api.security import read_keys
 from server.entrance import Entrance
 from server.errors import Draining, NotReady, StartupError
@@ -146,6 +146,7 @@ def serve(settings: Settings) -> None:
 
 
 def _serve(settings: Settings) -> None:
+    open_files.raise_limit()
     read_keys(settings)  # a bad file is said before anything is fetched; the application reads it again
     # Fetching a model may take minutes and importing its tokenizer seconds: neither before the port is taken.
     sockets = listen(settings.host, settings.port)

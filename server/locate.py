@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from server import open_files
 from server.errors import StartupError
 from server.settings import Settings
 from server.starter import NAME, ensure_starter
@@ -59,7 +60,8 @@ def _fetched(hub_id: str) -> Path:
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)  # this process never computes
-    from mlx_lm.utils import _download
+    with open_files.kept():
+        from mlx_lm.utils import _download
 
     try:
         return Path(_download(hub_id))

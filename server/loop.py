@@ -49,7 +49,7 @@ from server.prefix_cache import PrefixCache
 from server.pressure import BUFFERS, Act, Verb
 from server.residency import Residency, device_memory
 from server.rows import Drawn, Row
-from server.seam import Pulse, Seam
+from server.seam import SERVING, Pulse, Seam
 from server.settings import Settings
 from server.sharing import Sharing
 from server.trial_results import TrialResults
@@ -459,7 +459,7 @@ class Loop:
                 limit = self._residency.source.limit or 0
                 self._seam.send(Rotate(self._epoch, count, limit, f"live {BUFFERS}", late=True))
             raise Wedged(f"the device can't go on: {error}") from error
-        log.error("a forward pass of %d rows failed: %s: %s", len(rows), type(error).__name__, error)
+        log.error("a forward pass failed (rows: %d): %s: %s", len(rows), type(error).__name__, error)
         self._groups.stepping = []
         for row in self._groups.take(rows):
             self._prefill.remove(row.seq)
@@ -560,6 +560,7 @@ def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settin
         on_stage=pulse.enter,
         trials=trials,
     )
-    pulse.enter("serving")
+    residency.read_memory()
+    pulse.enter(SERVING)
     seam.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
     return Loop(seam, pulse, snapshot, start, settings, loaded, residency, faults)

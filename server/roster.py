@@ -76,7 +76,7 @@ class Roster:
         waiting = sum(g.cause is None for g in self._queue)
         if waiting + len(sequences) - self._startable(sequences) > self.queue_limit:
             raise QueueFull(
-                f"{waiting} sequences wait already; no more than {self.queue_limit} may.",
+                f"The queue is full: {waiting} waiting, and no more than {self.queue_limit} may.",
                 retry_after=self.retry_after(),
             )
         live = Live(self, sequences, endpoint, [next(self._seqs) for _ in sequences])

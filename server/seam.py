@@ -18,6 +18,7 @@ from server import messages
 from server.messages import PROGRESS_SECONDS, Command, Event, Frames, Progress, Snapshot
 
 READ_SIZE = 1 << 16
+SERVING = "serving"  # the stage that doesn't end
 
 log = logging.getLogger("marathon.engine")
 
@@ -99,8 +100,10 @@ class Pulse:
         self._beaten = monotonic()
 
     def report(self) -> None:
+        """Readings go with it once the engine serves: before, nothing has been read, and nothing isn't zero."""
         still = monotonic() - self._beaten
-        self._seam.send(Progress(self._epoch, self.count, self.stage, self._snapshot, still))
+        snapshot = self._snapshot if self.stage == SERVING else None
+        self._seam.send(Progress(self._epoch, self.count, self.stage, snapshot, still))
 
     def _run(self) -> None:
         while not self._stopped.wait(PROGRESS_SECONDS):

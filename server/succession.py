@@ -171,7 +171,7 @@ class Succession:
         if not was_ready:
             return self._start_failed(self._failure or f"it {end}")
         log.warning(
-            "engine %d (epoch %d) %s; %d sequences wait for the next", link.pid, link.epoch, end, self._roster.waiting
+            "engine %d (epoch %d) %s; waiting for the next: %d", link.pid, link.epoch, end, self._roster.waiting
         )
         if self._served or self.ending == "rotation" or self._age() > GOOD_LIFE:
             self.backoff.good()
@@ -185,7 +185,7 @@ class Succession:
         pause = min(self.backoff.seconds(), AWAITED_SECONDS if self._roster.waiting else math.inf)
         times = "" if self.failed_starts == 1 else f", {self.failed_starts} times in a row"
         self.down = f"the engine couldn't be started{times}: {why}"
-        log.error("%s; the next try is in %.3g s; %d sequences wait for it", self.down, pause, self._roster.waiting)
+        log.error("%s; the next try is in %.3g s; waiting for it: %d", self.down, pause, self._roster.waiting)
         if self.hopeless:
             self.decided.set()
             self._roster.fail_unbegun(self.not_ready())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from server import open_files
 from server.encoding import PROBE, Encoder
 from server.errors import StartupError
 from server.markers import markers, samples
@@ -114,7 +115,8 @@ class Tokenizer:
         import mlx.core as mx
 
         mx.set_default_device(mx.cpu)
-        from mlx_lm.utils import load_tokenizer
+        with open_files.kept():
+            from mlx_lm.utils import load_tokenizer
 
         config, generation, own = (
             _json(path / f"{name}.json") for name in ("config", "generation_config", "tokenizer_config")

@@ -150,6 +150,10 @@ def test_the_life_of_an_engine(start, alone, tmp_path):
     assert ready.model_type == "llama"
     assert engine.progress[0][1].stage == "importing MLX and the models' code"
     assert {"loading the weights", TRIAL} <= {event.stage for _, event in engine.progress}
+    assert [event for _, event in engine.progress if event.stage != "serving" and event.snapshot] == []
+    engine.until(lambda: any(event.snapshot for _, event in engine.progress))
+    first = next(event.snapshot for _, event in engine.progress if event.snapshot)
+    assert min(first.active_bytes, first.footprint_bytes, first.memory_limit_bytes) > 0
 
     rows = [row(seq, prompt(length), max_tokens=12) for seq, length in enumerate((5, 1, 40, 300, 9, 70))]
     for one in rows:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -31,6 +32,7 @@ from server.locate import Located
 from server.settings import load
 from server.startup import Ended, Startup
 
+LINUX = sys.platform == "linux"
 ROOT = Path(__file__).parent.parent
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
@@ -190,7 +192,12 @@ def test_a_start_speaks_every_few_seconds_in_json_on_stderr_and_a_second_server_
     with socket_free() as port:
         began = time.monotonic()
         server = subprocess.Popen(
-            [*command, str(port), *values], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, cwd=ROOT
+            [*command, str(port), *values],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd=ROOT,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1500)),
         )
         try:
             first = lines_until(server, "takes requests", 60)
@@ -202,6 +209,9 @@ def test_a_start_speaks_every_few_seconds_in_json_on_stderr_and_a_second_server_
             assert max(b - a for a, b in itertools.pairwise(times)) < 6  # 3 on a machine of one's own
             answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT, trust_env=False, timeout=60)
             assert answer.status_code == 200
+            health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=60).json()
+            limits = [open_files_of(pid) for pid in (server.pid, health["engine"]["pid"]) if pid and LINUX]
+            assert all(limit == ["1500", "1500"] for limit in limits)  # neither mlx-lm's nor the shell's
         finally:
             server.terminate()
             out, err = server.communicate(timeout=30)
@@ -210,6 +220,13 @@ def test_a_start_speaks_every_few_seconds_in_json_on_stderr_and_a_second_server_
         assert all({"time", "level", "message"} <= line.keys() for line in said)
         assert any("SIGABRT" in line["message"] for line in said)
         assert {line.get("process") for line in said} >= {None, "engine 2"}
+
+
+def open_files_of(pid: int) -> list[str]:
+    """The limit of open files of a process on Linux."""
+    text = Path(f"/proc/{pid}/limits").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("Max open files"))
+    return line.split()[3:5]
 
 
 @contextlib.contextmanager

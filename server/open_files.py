@@ -1,0 +1,42 @@
+"""How many files a process may hold open.
+
+Owns the limit of the server and its engines: raised where the system allows more, and kept while mlx-lm is imported.
+Runs in every process, at its start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+
+WANTED = 8192  # connections, and the files of a large model
+
+
+def raise_limit() -> None:
+    """Up to what the system allows this process, where that is less than a server wants. Processes inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        with contextlib.suppress(OSError, ValueError):  # a Mac has a lower limit beside it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Imports of mlx-lm leave the limit alone.
+
+    It sets 2,048 of at most 4,096 when it is imported, which takes from a service what it was given for good, and fails
+    for a user who is allowed fewer (https://github.com/ml-explore/mlx-lm/blob/main/mlx_lm/utils.py). This may go once
+    mlx-lm only raises the limit.
+    """
+    before = resource.setrlimit
+    resource.setrlimit = _leave
+    try:
+        yield
+    finally:
+        resource.setrlimit = before
+
+
+def _leave(kind: int, limits: tuple[int, int]) -> None:
+    """What mlx-lm calls instead."""
