@@ -155,6 +155,23 @@ async def test_unknown_members_of_a_completion_are_counted_too() -> None:
         assert 'marathon_unknown_request_fields_total{endpoint="completions"} 1.0' in metrics
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"messages": [{"role": "user", "content": "x", "speaker": 1}]}),
+        ("/tokenize", {"content": "x", "colour": 1}),
+        ("/detokenize", {"tokens": [1], "colour": 1}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "x", "speaker": 1}]}),
+        ("/v1/chat/completions/input_tokens", {"messages": USER, "colour": 1}),
+    ],
+)
+async def test_routes_about_tokens_count_unknown_members_too(path: str, body: dict[str, Any]) -> None:
+    async with run_server() as site:
+        assert (await site.post(path, body)).status_code == 200
+        metrics = (await site.client.get("/metrics")).text
+        assert 'marathon_unknown_request_fields_total{endpoint="other"} 1.0' in metrics
+
+
 # ---------------------------------------------------------------- reasoning
 @pytest.mark.parametrize(
     ("reasoning", "effort"),

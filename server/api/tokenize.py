@@ -6,21 +6,26 @@ happens in the worker thread. Never needs an engine.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 
 from server.api import body, policy, tools
 from server.api.chat import render
+from server.api.members import unknown
 from server.api.openapi import body as documented
 from server.api.openapi import errors
 from server.api.sequences import Bounds
 from server.api.served import Served
 from server.api.shapes import Counted, Rendered, Text, Tokens
 from server.errors import InvalidValue
+from server.metrics import OTHER
 from server.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
 from server.tokenizer import Tokenizer
 
+Asked = TypeVar("Asked", TokenizeRequest, TemplateRequest, DetokenizeRequest, ChatRequest)
+Answer = dict[str, Any]
 CHAT_FIELDS = ("messages", *Rendering.model_fields)
 
 
@@ -35,8 +40,7 @@ def routes(served: Served) -> APIRouter:
     )
     async def tokenize(http: Request) -> Any:
         """Text or a conversation as token ids."""
-        content = await body.read(http, served.settings.max_body_bytes)
-        return await served.think(encode, served, content)
+        return await _answer(served, http, TokenizeRequest, encode)
 
     @router.post(
         "/apply-template",
@@ -46,8 +50,7 @@ def routes(served: Served) -> APIRouter:
     )
     async def apply_template(http: Request) -> Any:
         """A conversation as the text that the model reads."""
-        content = await body.read(http, served.settings.max_body_bytes)
-        return await served.think(apply, served, content)
+        return await _answer(served, http, TemplateRequest, apply)
 
     @router.post(
         "/detokenize",
@@ -58,8 +61,7 @@ def routes(served: Served) -> APIRouter:
     )
     async def detokenize(http: Request) -> Any:
         """Token ids as text, special tokens spelled out."""
-        content = await body.read(http, served.settings.max_body_bytes)
-        return await served.think(decode, served, content)
+        return await _answer(served, http, DetokenizeRequest, decode)
 
     @router.get("/tokenizer_info", responses=errors())
     async def tokenizer_info() -> dict[str, Any]:
@@ -80,15 +82,28 @@ def counting(served: Served, prefix: str) -> APIRouter:
     )
     async def input_tokens(http: Request) -> Any:
         """How many tokens the prompt of a chat has."""
-        content = await body.read(http, served.settings.max_body_bytes)
-        return await served.think(count, served, content)
+        return await _answer(served, http, ChatRequest, count)
 
     return router
 
 
-def encode(served: Served, content: bytes) -> dict[str, Any]:
-    request = body.validate(TokenizeRequest, content)
+async def _answer(served: Served, http: Request, form: type[Asked], work: Callable[[Served, Asked], Answer]) -> Answer:
+    """The answer to a body of this form; unknown members are noted once it is known to be right."""
+    content = await body.read(http, served.settings.max_body_bytes)
+    answer, names = await served.think(_understood, served, content, form, work)
+    served.note_unknown(OTHER, names)
+    return answer
+
+
+def _understood(
+    served: Served, content: bytes, form: type[Asked], work: Callable[[Served, Asked], Answer]
+) -> tuple[Answer, list[str]]:
+    request = body.validate(form, content)
     served.check_model(request.model)
+    return work(served, request), unknown(request)
+
+
+def encode(served: Served, request: TokenizeRequest) -> dict[str, Any]:
     ids = _ids(request, served)
     known = served.supervisor.known
     answer: dict[str, Any] = {
@@ -119,15 +134,11 @@ def _read(chat: ChatRequest, served: Served) -> list[int]:
     return render(served.tokenizer, chat, tools.read(chat)).ids
 
 
-def count(served: Served, content: bytes) -> dict[str, Any]:
-    request = body.validate(ChatRequest, content)
-    served.check_model(request.model)
+def count(served: Served, request: ChatRequest) -> dict[str, Any]:
     return {"object": "response.input_tokens", "input_tokens": len(_read(request, served))}
 
 
-def apply(served: Served, content: bytes) -> dict[str, Any]:
-    request = body.validate(TemplateRequest, content)
-    served.check_model(request.model)
+def apply(served: Served, request: TemplateRequest) -> dict[str, Any]:
     return {"prompt": served.tokenizer.decode(_rendered(request, served), special=True)}
 
 
@@ -140,9 +151,7 @@ def _piece(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
         return {"id": token, "piece": list(data)}
 
 
-def decode(served: Served, content: bytes) -> dict[str, Any]:
-    request = body.validate(DetokenizeRequest, content)
-    served.check_model(request.model)
+def decode(served: Served, request: DetokenizeRequest) -> dict[str, Any]:
     if known := served.supervisor.known:  # whoever asks before there is an engine may ask for any id
         Bounds.of(known, served.settings).check_ids(request.tokens, "tokens")
     text = served.tokenizer.decode(request.tokens, special=True)
