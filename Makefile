@@ -7,7 +7,7 @@
 SHELL := /bin/sh
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL = $(BIN)/python scripts/install.py $(VENV) --
 STAMP := $(VENV)/.installed
 UV := 0.13
 
@@ -17,17 +17,13 @@ install: $(STAMP)
 
 # Done again only when what is to be installed changes. The first Python that is new enough and can make environments.
 $(STAMP): pyproject.toml requirements.lock
-	@if ! $(BIN)/python -c 'import pip' 2>/dev/null; then \
-	  for python in python3.13 python3.12 python3.11 python3; do \
-	    $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
-	    python=; \
-	  done; \
-	  if [ -z "$$python" ]; then echo "make: Python 3.11 or newer with venv is needed" >&2; exit 1; fi; \
-	  $$python -m venv --clear $(VENV); \
-	fi
-	@echo "installing into $(VENV); this takes a minute or two"
-	@$(PIP) --no-compile --requirement requirements.lock
-	@$(PIP) --no-deps --editable .
+	@for python in python3.13 python3.12 python3.11 python3; do \
+	  $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	  python=; \
+	done; \
+	if [ -z "$$python" ]; then echo "make: Python 3.11 or newer with venv is needed" >&2; exit 1; fi; \
+	$$python scripts/install.py $(VENV) -- --no-compile --requirement requirements.lock
+	@$(INSTALL) --no-deps --editable .
 	@touch $@
 
 serve: install
@@ -35,8 +31,8 @@ serve: install
 
 # For an NVIDIA GPU, once. MLX's packages for CPU and CUDA write the same library, and the last one stays.
 cuda: install
-	@$(PIP) --constraint requirements.lock --editable '.[cuda]'
-	@$(PIP) --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'from importlib.metadata import version as v; print(v("mlx"))')
+	@$(INSTALL) --constraint requirements.lock --editable '.[cuda]'
+	@$(INSTALL) --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'from importlib.metadata import version as v; print(v("mlx"))')
 
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(ARGS),$(ARGS),--cov)
@@ -78,6 +74,6 @@ accept-templates: install
 
 # New pins for both platforms; the newest releases that pyproject.toml allows.
 lock: install
-	@$(PIP) 'uv~=$(UV)'
+	@$(INSTALL) 'uv~=$(UV)'
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --group dev --generate-hashes \
 	  --no-emit-index-url --no-annotate --custom-compile-command 'make lock' pyproject.toml --output-file requirements.lock
