@@ -29,7 +29,7 @@ class Capacity:
         self.max_rows = max_rows
         self.limit = ready.memory_limit  # 0: unknown, then memory refuses nobody
         self.weights = ready.weights_bytes
-        self._chunk_peak = ready.probe.chunk_peak_bytes
+        self._probe = ready.probe
         self._layers = Counter(ready.probe.row_cost)
 
     def cost(self, length: int) -> int:
@@ -41,23 +41,25 @@ class Capacity:
         return max((_bytes(layer, length) for layer in self._layers), default=0)
 
     def peak(self, unread: int) -> int:
-        """Bytes that a prefill chunk needs for a while when so many tokens are yet to be read. A part of the largest
-        chunk's peak: what a chunk needs grows with its length, or faster. The engine reads shorter chunks where memory
-        is short, so a long prompt needn't wait until there's room for the longest."""
-        return self._chunk_peak * min(unread, messages.PLANNED_CHUNK) // messages.LARGEST_CHUNK
+        """Bytes that a prefill chunk needs for a while when so many tokens are yet to be read: the last one, which
+        attends to all before it. The engine reads shorter chunks where memory is short, so a long prompt needn't wait
+        until there's room for the longest."""
+        size = min(unread, messages.PLANNED_CHUNK)
+        return self._probe.chunk_peak(size, unread - size)
 
-    def alone(self, length: int) -> int:
-        """Bytes that the engine needs with this row as its only one."""
-        return self.weights + self.peak(length) + self.cost(length) + self.largest(length)
+    def least(self, length: int) -> int:
+        """Bytes that the engine can't do without, with this row as its only one. What a chunk takes for a while is
+        left out: that is an estimate, and the engine reads a lone prompt in chunks as short as need be."""
+        return self.weights + self.cost(length) + self.largest(length)
 
     def check(self, sequence: messages.Sequence) -> None:
         """Raises ContextLengthExceeded or ExceedsMemory for a sequence that could never run."""
         length = len(sequence.prompt) + 1
         if length > self.context:
             raise ContextLengthExceeded.of(len(sequence.prompt), self.context)
-        if self.limit and self.alone(length) > self.limit:
+        if self.limit and self.least(length) > self.limit:
             raise ExceedsMemory(
-                f"A prompt of {len(sequence.prompt)} tokens needs {self.alone(length)} bytes, weights included; the "
+                f"A prompt of {len(sequence.prompt)} tokens needs {self.least(length)} bytes, weights included; the "
                 f"memory limit is {self.limit} bytes."
             )
 

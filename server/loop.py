@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections import defaultdict
 from concurrent.futures import Future
 from pathlib import Path
@@ -439,10 +440,15 @@ class Loop:
         logprobs = {seq: value for news in drawn for seq, value in news.logprobs.items()}
         self._seam.send(Steps(self._epoch, seqs, tokens, ends, started, logprobs))
 
-    def _affordable(self) -> int:
-        """Tokens of a chunk that memory has room for: what it needs for a while and what it leaves behind."""
-        each = self._loaded.probe.chunk_peak_bytes + self._loaded.row_bytes(LARGEST_CHUNK)
-        return self._residency.room * LARGEST_CHUNK // max(1, each)
+    def _affordable(self, held: int) -> int:
+        """Tokens of a chunk behind `held` others that memory has room for: what it needs for a while, what it leaves
+        behind, and the cache array that is copied as it grows."""
+        probe = self._loaded.probe
+        room = max(0, self._residency.room - self._loaded.largest_bytes(held))
+        each = probe.token_bytes + probe.pair_bytes * held + self._loaded.row_bytes(LARGEST_CHUNK) / LARGEST_CHUNK
+        if not probe.pair_bytes:
+            return int(room / max(1.0, each))
+        return int((math.sqrt(each * each + 4 * probe.pair_bytes * room) - each) / (2 * probe.pair_bytes))
 
     def _has_room(self, length: int) -> bool:
         """For one more row's caches."""

@@ -95,9 +95,19 @@ class Probe(msgspec.Struct, frozen=True):
     vocab_size: int  # width of the logits
     batching: str  # "batched", or why rows run alone
     row_cost: list[LayerCost]
-    chunk_peak_bytes: int  # measured peak of one prefill chunk above the caches
+    chunk_peak_bytes: int  # peak of the largest chunk at a prompt's beginning, above the caches
     group_bytes: int  # what a step costs before any KV, in bytes of memory traffic
     reads: ReadsTogether = "alone"  # how prompts may share a forward pass
+    pair_bytes: float = 0.0  # what a chunk takes for each pair of tokens that attend; 0 where attention is fused
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a chunk takes for each of its tokens, pairs apart."""
+        return max(0.0, self.chunk_peak_bytes / LARGEST_CHUNK - self.pair_bytes * LARGEST_CHUNK)
+
+    def chunk_peak(self, size: int, held: int = 0) -> int:
+        """Bytes that a chunk of `size` tokens needs for a while when the caches hold `held` before it."""
+        return int(size * (self.token_bytes + self.pair_bytes * (held + size)))
 
 
 # ---------------------------------------------------------------- server → engine

@@ -51,6 +51,10 @@ class Loaded:
         """Bytes of one row's caches at `length` positions."""
         return sum(cost.bytes(length) for cost in self.probe.row_cost)
 
+    def largest_bytes(self, length: int) -> int:
+        """Bytes of its largest cache array: growing copies one at a time."""
+        return max((cost.bytes(length) for cost in self.probe.row_cost), default=0)
+
     @property
     def group_bytes(self) -> int:
         """What a step of one group costs before any KV: the weights and the overhead, as memory traffic."""
@@ -112,7 +116,8 @@ def try_out(model: nn.Module, weights_bytes: int, on_stage: Callable[[str], None
     reads = reads_together(model, batching, doubts)
     on_stage("measuring what a step, a row and a chunk cost")
     traffic = max(weights_bytes, int(step_seconds(model) * _bandwidth()))
-    return Probe(vocab, batching, row_cost(model), _chunk_peak(model), traffic, reads)
+    largest, pair = chunk_peak(model)
+    return Probe(vocab, batching, row_cost(model), largest, traffic, reads, pair)
 
 
 def _note(error: Exception, doubts: list[Exception] | None) -> None:
@@ -303,14 +308,15 @@ def _arrays(caches: list[Any]) -> list[tuple[mx.array, int]]:
     return found
 
 
-def _chunk_peak(model: nn.Module) -> int:
-    """Bytes that the largest prefill chunk needs beyond what it leaves behind.
+def chunk_peak(model: nn.Module) -> tuple[int, float]:
+    """Bytes that the largest prefill chunk needs beyond what it leaves behind, and those for each pair of its tokens.
 
     Told from two smaller ones: the part for each token grows with the chunk, and where attention isn't fused the part
     for each pair of tokens with its square.
     """
-    started = perf_counter()
     size = _PEAK_LENGTHS[0]
+    _peak(model, size)  # the first of its kind may have to compile something, which says nothing of the next
+    started = perf_counter()
     small = _peak(model, size)
     if (perf_counter() - started) / size * 3 * _PEAK_LENGTHS[1] < _PEAK_SECONDS:
         size = _PEAK_LENGTHS[1]
@@ -318,7 +324,7 @@ def _chunk_peak(model: nn.Module) -> int:
     twice = _peak(model, 2 * size)
     pairs = max(0.0, (twice - 2 * small) / (2 * size**2))
     each = (twice - pairs * (2 * size) ** 2) / (2 * size)
-    return int(each * LARGEST_CHUNK + pairs * LARGEST_CHUNK**2)
+    return int(each * LARGEST_CHUNK + pairs * LARGEST_CHUNK**2), pairs
 
 
 def _peak(model: nn.Module, length: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from server.cache_guard import Guard, Keep, cache_arrays
-from server.cohort import ROOMY, Cohorts
+from server.cohort import LONGEST, ROOMY, Cohorts
 from server.messages import LARGEST_CHUNK, TokenLogprobs
 from server.pace import CHUNKS, Pace
 from server.plans import rows_read
@@ -87,13 +87,13 @@ class Prefill:
         on_chunk: Callable[[Row, int, float], None],
         on_mark: Callable[[Row, int], None],
         on_start: Callable[[int], None] = lambda size: None,
-        most: Callable[[], int] = lambda: ROOMY * LARGEST_CHUNK,
+        most: Callable[[int], int] = lambda held: ROOMY * LARGEST_CHUNK,
         cohorts: Cohorts | None = None,
     ) -> None:
         """`on_begin(row)` before a sequence's first chunk: gives it caches and says how many tokens they hold and at
         which lengths a snapshot is due; `on_mark(row, length)` when one is; `on_start(tokens)` before each chunk and
-        `on_chunk(row, tokens, seconds)` after it, for each row that took part; `most()` tokens of a chunk have room in
-        memory now; without `cohorts` each sequence reads alone."""
+        `on_chunk(row, tokens, seconds)` after it, for each row that took part; `most(held)` tokens of a chunk have room
+        in memory now, if so many are held before it; without `cohorts` each sequence reads alone."""
         self._model = model
         self._guard = guard
         self._on_begin = on_begin
@@ -177,7 +177,7 @@ class Prefill:
         limit = self._fits(left, self._of_all, self._shared, _TRIAL_SHARED)
         if not others or (left is not None and limit == CHUNKS[-1] and self._of_all(limit) > left):
             return []
-        return self._cohorts.choose(reading, others, min(limit, self._most() // ROOMY), self._begin)
+        return self._cohorts.choose(reading, others, min(limit, self._most(LONGEST) // ROOMY), self._begin)
 
     def _turn(self, waiting: list[Reading], budget: float | None) -> Reading:
         """Whose chunk is next: the one with the least left, unless such are too far ahead of the oldest."""
@@ -214,7 +214,7 @@ class Prefill:
         limit = self._fits(left, lambda size: self._expected(reading, size), self._alone, _TRIAL)
         if reading.row.sequence.prompt_logprobs:
             limit = min(limit, _SCORED_CHUNK)
-        return self._cut(reading, max(CHUNKS[-1], min(limit, self._most())))
+        return self._cut(reading, max(CHUNKS[-1], min(limit, self._most(reading.done))))
 
     @staticmethod
     def _cut(reading: Reading, limit: int) -> int:

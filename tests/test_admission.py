@@ -15,9 +15,12 @@ SLIDING = LayerCost(0, 10, cap=512)
 STATE = LayerCost(5000, 0)
 
 
-def ready(*layers: LayerCost, limit: int = 0, context: int = 4096, weights: int = 1000, chunk: int = 0) -> Ready:
+def ready(
+    *layers: LayerCost, limit: int = 0, context: int = 4096, weights: int = 1000, chunk: int = 0, pair: int = 0
+) -> Ready:
+    probe = Probe(100, "batched", list(layers), chunk, 0, pair_bytes=pair)
     return Ready(
-        epoch=1, pid=1, probe=Probe(100, "batched", list(layers), chunk, 0), context=context, weights_bytes=weights,
+        epoch=1, pid=1, probe=probe, context=context, weights_bytes=weights,
         model_type="t", quantization="none", device="cpu", mlx="0", mlx_lm="0", load_seconds=0, memory_limit=limit,
     )  # fmt: skip
 
@@ -94,9 +97,20 @@ def test_a_short_prompt_needs_its_part_of_the_largest_chunks_peak():
     room = Room(capacity(FULL, limit=exact, chunk=800), [10])
     room.take(10, 132)
     assert not room.admits_new(10)
-    capacity(FULL, limit=1000 + 2 * 2560 + 50, chunk=800).check(sequence(128))
+
+
+def test_what_a_chunk_may_take_refuses_nobody():
+    """It is an estimate, and the engine reads a lone prompt in chunks as short as need be."""
+    capacity(FULL, limit=1000 + 2 * 2560, chunk=800).check(sequence(128))
     with pytest.raises(ExceedsMemory):
-        capacity(FULL, limit=1000 + 2 * 2560 + 49, chunk=800).check(sequence(128))
+        capacity(FULL, limit=1000 + 2 * 2560 - 1, chunk=800).check(sequence(128))
+
+
+def test_a_chunk_of_a_long_prompt_attends_to_all_of_it():
+    c = capacity(FULL, chunk=2048 * (5 + 2048 * 3), pair=3)
+    assert c.peak(100) == 100 * (5 + 3 * 100)
+    assert c.peak(256) == 256 * (5 + 3 * 256)
+    assert c.peak(1000) == 256 * (5 + 3 * 1000)
 
 
 def test_a_long_row_comes_back_beside_others_though_one_chunk_of_it_all_would_not_fit():

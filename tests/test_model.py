@@ -6,11 +6,15 @@ import mlx.core as mx
 import pytest
 from driving import FAMILIES, prompt
 from driving import model as tiny_model
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from loadtests import zoo
 from server import model
+from server.admission import Capacity
 from server.cache_guard import cache_arrays, pinned_bytes
 from server.errors import StartupError
+from server.messages import Probe, Ready, Sampling, Sequence
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "deepseek_v32", "recurrent_gemma"])
@@ -70,8 +74,34 @@ def test_the_peak_of_the_largest_chunk_is_told_from_smaller_ones(monkeypatch):
     monkeypatch.setattr(model, "LARGEST_CHUNK", 1024)
     built = tiny_model("llama")
     real = model._peak(built, 1024)
-    assert model._chunk_peak(built) == pytest.approx(real, rel=0.15)
+    largest, pair = model.chunk_peak(built)
+    assert largest == pytest.approx(real, rel=0.15)
     assert real > 2.5 * model._peak(built, 512)
+    assert pair == pytest.approx(4 * 4, rel=0.15), "a float32 for each of four heads"
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("llama", {}), ("llama", {"hidden": 256}), ("qwen3_5", {})])
+def test_what_is_planned_for_a_short_chunk_is_about_what_it_takes(family, sizes):
+    """Scaled down in proportion from the longest one it would be several times that."""
+    built = zoo.build(family, **sizes)
+    largest, pair = model.chunk_peak(built)
+    probe = Probe(2048, "batched", [], largest, 0, pair_bytes=pair)
+    for size in (128, 256, 512):
+        assert model._peak(built, size) / 1.3 < probe.chunk_peak(size) < 1.6 * model._peak(built, size)
+    assert probe.chunk_peak(model.LARGEST_CHUNK) == pytest.approx(largest, rel=0.01)
+    assert probe.chunk_peak(64, 2048) - probe.chunk_peak(64) == pytest.approx(64 * 2048 * pair, rel=0.01)
+
+
+def test_a_lone_prompt_that_can_be_read_is_not_refused():
+    """Whatever a chunk was thought to take: the limit is hardly more than what it takes in truth."""
+    built = zoo.build("llama", hidden=256)
+    weights = sum(array.nbytes for _, array in tree_flatten(built.parameters()))
+    largest, pair = model.chunk_peak(built)
+    probe = Probe(2048, "batched", model.row_cost(built), 10 * largest, 0, pair_bytes=10 * pair)
+    cost = sum(one.bytes(400) for one in probe.row_cost)
+    limit = weights + cost + model._peak(built, 400)
+    ready = Ready(1, 1, probe, 4096, weights, "llama", "none", "cpu", "0", "0", 0, memory_limit=limit)
+    Capacity(ready, None, 8).check(Sequence([1] * 400, Sampling(0), 100))
 
 
 def test_the_context_is_read_from_wherever_the_config_has_it():

@@ -265,7 +265,7 @@ def test_without_running_rows_there_is_no_budget_and_a_prompt_is_read_in_the_lar
 def test_a_chunk_is_no_longer_than_memory_has_room_for_and_every_prompt_is_read(bench, room, largest):
     bench.lane = Prefill(
         bench, Guard(True, 8, Snapshot()), on_begin=bench.begin, on_chunk=bench.chunk, on_mark=bench.mark,
-        most=lambda: room,
+        most=lambda held: room,
     )  # fmt: skip
     bench.insert(0, 8193)
     assert bench.run() == [0]
