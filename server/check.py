@@ -22,6 +22,7 @@ from server.locate import Located, locate
 from server.settings import EngineSettings, Limits, Logs, Serving, Settings, in_words
 from server.sources import Sources
 from server.tokenizer import Tokenizer
+from server.weights import weight_files
 
 LIBRARIES = ("mlx", "mlx-lm", "tokenizers", "transformers", "llguidance", "fastapi", "uvicorn", "sse-starlette")
 DEVICE_SECONDS = 120
@@ -79,7 +80,10 @@ def _shown(name: str, value: Any) -> str:
 
 def fits(folder: Path, limit: int) -> str:
     """Whether the weights in `folder` leave room under the memory limit for what generations hold."""
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    try:
+        weights = sum(file.stat().st_size for file in weight_files(folder))
+    except StartupError as error:
+        return f"no: {error}"
     sizes = f"weights {in_gigabytes(weights)} of {in_gigabytes(limit)}"
     if weights >= limit:
         return f"no: {sizes}; try a smaller or more strongly quantised model, or another --memory-limit"

@@ -31,6 +31,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
+def one_line(error: BaseException, longest: int = 300) -> str:
+    """The error's words on one line, cut where they get long: a list that follows a colon stays with it."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    if len(words) > longest:
+        words = words[:longest].rpartition(" ")[0].rstrip(" ,;:") + " …"
+    return words.rstrip(" :")
+
+
 class MarathonError(Exception):
     """Root of the tree. `str(error)` is the sentence for the user."""
 

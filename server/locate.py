@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from server import open_files
 from server.errors import StartupError
+from server.hub import hub_folder, hub_id_of, snapshot
 from server.settings import Settings
 from server.starter import NAME, ensure_starter
 
@@ -34,37 +34,34 @@ def locate(settings: Settings, tell: Callable[[str], None] = log.info) -> Locate
     few seconds; what it raises ends that."""
     if settings.model is None:
         return Located(ensure_starter(settings.cache_dir, tell), NAME)
-    return at_hand(settings.model) or Located(_fetched(settings.model), settings.model)
+    return at_hand(settings.model) or Located(hub_folder(settings.model, tell), settings.model)
 
 
 def at_hand(model: str) -> Located | None:
     """The model that is named by its folder; None for a hub id. Raises StartupError for what is neither, at once."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        return _folder(folder.resolve())
-    if folder.exists():
+    try:
+        if folder.is_dir():
+            return _folder(folder)
+        there, link = folder.exists(), folder.is_symlink()
+    except OSError as error:
+        raise StartupError(f"--model {model} can't be looked at: {error.strerror or error}") from None
+    if there:
         raise StartupError(f"--model {model} is a file; an MLX model is a folder")
+    if link:
+        raise StartupError(f"--model {model} is a link to something that isn't there")
     if _HUB_ID.fullmatch(model):
         return None
     raise StartupError(f"--model {model}: there is no such folder, and it is no hub id either")
 
 
-def _folder(folder: Path) -> Located:
+def _folder(given: Path) -> Located:
+    """The files are those of the moment, wherever a link leads later: each engine must load the same ones. The name is
+    the one that was given, not that of a link's target; of a folder in the hub's cache it is the model's."""
+    folder = given.resolve()
+    name = given.name if given.name not in ("", "..") else folder.name
+    if hub_id_of(folder) and not (folder / "config.json").is_file():
+        folder = snapshot(folder) or folder
     if not (folder / "config.json").is_file():
-        raise StartupError(f"--model {folder} is no MLX model: it has no config.json")
-    return Located(folder, folder.name)
-
-
-def _fetched(hub_id: str) -> Path:
-    """By mlx-lm's own loader, from the hub or its cache."""
-    import mlx.core as mx
-
-    mx.set_default_device(mx.cpu)  # this process never computes
-    with open_files.kept():
-        from mlx_lm.utils import _download
-
-    try:
-        return Path(_download(hub_id))
-    except Exception as error:  # the hub's client has a tree of its own, and the network another
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise StartupError(f"--model {hub_id} can't be fetched from the hub: {reason[:300]}") from error
+        raise StartupError(f"--model {given} is no MLX model: it has no config.json")
+    return Located(folder, hub_id_of(given.absolute()) or name or "model")

@@ -22,10 +22,11 @@ from mlx_lm.utils import load_model
 
 from server import cache_guard, together
 from server.cache_guard import cache_arrays, parts, pinned_bytes
-from server.errors import StartupError
+from server.errors import StartupError, one_line
 from server.messages import LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.together import merged, read_together, taken_apart
 from server.trial_results import TrialResults
+from server.weights import only_weights
 
 log = logging.getLogger("marathon.engine")
 
@@ -81,15 +82,16 @@ def load(
     """
     on_stage("loading the weights")
     try:
-        model, config = load_model(path, trust_remote_code=trust_remote_code)
+        with only_weights(path) as folder:
+            model, config = load_model(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise StartupError(f"can't load the model in {path}: {_first_line(error)}") from error
+        raise StartupError(f"can't load the model in {path}: {one_line(error)}") from error
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     if probe is None:
         try:
             probe = _known_or_tried(path, model, weights, on_stage, trials)
         except Exception as error:
-            raise StartupError(f"the model in {path} loads but doesn't run: {_first_line(error)}") from error
+            raise StartupError(f"the model in {path} loads but doesn't run: {one_line(error)}") from error
         mx.clear_cache()
     return Loaded(model, config, context_length(config), weights, probe)
 
@@ -127,10 +129,6 @@ def _note(error: Exception, doubts: list[Exception] | None) -> None:
         doubts.append(error)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def context_length(config: dict[str, Any]) -> int:
     """Positions that the model was made for, from its config.json; 32,768 where it doesn't say."""
     for part in (config, config.get("text_config") or {}):
@@ -165,7 +163,7 @@ def _batching(model: nn.Module, doubts: list[Exception] | None = None) -> tuple[
         together = _together(model, [prompt[-1] for prompt in prompts], singles)
     except Exception as error:  # whatever a model file of somebody's raises
         _note(error, doubts)
-        return vocab, _first_line(error)
+        return vocab, one_line(error)
     noise = max(_distance(_whole(model, prompt), logits) for prompt, logits in zip(prompts, alone, strict=True))
     spread = max(float(mx.std(logits)) for logits in alone)
     allowed = max(_NOISE_FACTOR * noise, 2e-3 * spread)
@@ -196,7 +194,7 @@ def reads_together(model: nn.Module, batching: str, doubts: list[Exception] | No
             found = _read_by_parts(model, prompts, cut, way)
         except Exception as error:  # whatever a model file of somebody's raises
             _note(error, doubts)
-            log.debug("prompts can't be read %s: %s", way, _first_line(error))
+            log.debug("prompts can't be read %s: %s", way, one_line(error))
             continue
         if all(_distance(a, b) <= allowed for logits in found for a, b in zip(alone, logits, strict=True)):
             return way

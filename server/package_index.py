@@ -20,6 +20,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import httpx
 
+from server.errors import one_line
 from server.package_places import Places, places
 
 SAY_SECONDS = 2.0
@@ -190,4 +191,4 @@ def _in_words(error: Exception) -> str:
         return f"answers {error.response.status_code}"
     if isinstance(error, httpx.TimeoutException):
         return "doesn't answer in time"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return one_line(error)

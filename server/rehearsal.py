@@ -21,6 +21,7 @@ from mlx_lm.generate import BatchGenerator
 
 from server.cache_guard import cache_arrays, census, pending_leaves
 from server.certificate import GRAPHS
+from server.errors import one_line
 from server.faults import Faults, parse
 from server.loop import Loop
 from server.messages import Command, Drain, Event, Failed, Finding, Sampling, Sequence, Snapshot, Start, Steps, Submit
@@ -259,7 +260,7 @@ def play_mlx_lm(plan: Plan, loaded: Loaded, gauge: Gauge, ended: Callable[[Run],
     try:
         _generate(generator, plan, run, gauge, ended or _ended(plan))
     except Exception as error:  # whatever a cache or a model raises that can't be batched
-        run.failed = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        run.failed = one_line(error)
     generator.close()
     del generator
     _drop_garbage()

@@ -16,7 +16,7 @@ from typing import Any
 
 from server import open_files
 from server.encoding import PROBE, Encoder
-from server.errors import StartupError
+from server.errors import StartupError, one_line
 from server.markers import markers, samples
 from server.template import ChatTemplate, Renderer
 from server.template_source import literals, variables
@@ -124,8 +124,7 @@ class Tokenizer:
         try:
             return cls(load_tokenizer(path, {"trust_remote_code": trust_remote_code}), config, generation, own)
         except Exception as error:  # foreign files and foreign code
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise StartupError(f"the tokenizer in {path} can't be loaded: {reason[:300]}") from error
+            raise StartupError(f"the tokenizer in {path} can't be loaded: {one_line(error)}") from error
 
     # ---------------------------------------------------------------- text → ids
     def encode(self, text: str, *, special: bool = False, bos: bool = True, most: int | None = None) -> list[int]:

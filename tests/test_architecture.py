@@ -16,7 +16,7 @@ LISTED = LINE.findall((ROOT / "docs" / "structure.md").read_text(encoding="utf-8
 KIND = {name: kind for kind, name in LISTED}
 ORDER = {name: place for place, (_, name) in enumerate(LISTED)}
 MAY_IMPORT = {"S": "SB", "E": "EB", "B": "B"}
-PULL_MLX_IN = {"tokenizer", "locate"}  # for what mlx-lm knows about files; each pins MLX to the CPU before
+PULL_MLX_IN = {"tokenizer", "hub"}  # for what mlx-lm knows about files; each pins MLX to the CPU before
 
 
 def modules() -> dict[str, Path]:
