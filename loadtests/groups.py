@@ -12,8 +12,8 @@ import copy
 import json
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,13 +24,27 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from server.batching import Batch
 from server.cache_guard import Caches, Guard, cache_arrays
+from server.executor import Executor
 from server.groups import Groups
 from server.messages import Sampling, Sequence, Snapshot
 from server.model import Loaded, load
+from server.plan import Operation, Result, Step, follow
+from server.prefix_cache import PrefixCache
 from server.rows import Row
 
 LONG, SHORT, SHORTS = 20_000, 64, 8
 STEPS = 24  # iterations a block
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Rows in batches, and what chose them."""
+
+    executor: Executor
+    groups: Groups
+
+    def run(self, operation: Operation) -> Result:
+        return Result(self.executor.run(operation))
 
 
 class Arrangements:
@@ -40,7 +54,6 @@ class Arrangements:
     def __init__(self, loaded: Loaded, long: int) -> None:
         self._loaded = loaded
         self._guard = Guard(True, 256, Snapshot())
-        self._seconds: dict[str, float] = defaultdict(float)
         self._read = {length: self._filled(length - 1) for length in (long, SHORT)}
         self._long = long
 
@@ -66,26 +79,30 @@ class Arrangements:
         return Row(seq, sequence, list(sequence.prompt), copy.deepcopy(self._read[length]))
 
     def new_batch(self) -> Batch:
-        return Batch(self._loaded.model, self._guard, self._seconds)
+        return Batch(self._loaded.model, self._guard)
 
-    def grouped(self, rows: list[Row]) -> Groups:
-        """Every group is stepped in every iteration, so that iterations compare."""
-        groups = Groups(self.new_batch, self._loaded, 1)
-        groups.join(rows)
-        return groups
+    def grouped(self, rows: list[Row]) -> Grouped:
+        """Group the rows as the engine does. Every group is stepped in every iteration, so that iterations compare."""
+        known = {row.seq: row for row in rows}
+        executor = Executor(self._loaded.model, self._guard, PrefixCache(0, Snapshot()), known)
+        grouped = Grouped(executor, Groups(executor.batches, self._loaded, 1))
+        follow(grouped.groups.join(rows), grouped.run)
+        return grouped
 
-    def held(self, batches: list[Batch]) -> int:
-        """Bytes of the KV of some batches."""
-        return sum(array.nbytes for batch in batches for array in cache_arrays(batch.caches))
+    def held(self, caches: Caches) -> int:
+        """Bytes of the KV of some caches."""
+        return sum(array.nbytes for array in cache_arrays(caches))
 
     def own(self, rows: list[Row]) -> int:
         """Bytes that the rows would hold each alone."""
         return sum(self._loaded.row_bytes(row.length) for row in rows)
 
 
-def iteration(groups: Groups) -> None:
-    for batch in groups.due():
-        groups.step(batch)
+def iteration(grouped: Grouped) -> None:
+    for batch in follow(grouped.groups.due(), grouped.run):
+        started = perf_counter()
+        grouped.run(Step(batch))
+        grouped.groups.note(batch, perf_counter() - started)
 
 
 def block(step: Callable[[], object], steps: int) -> float:
@@ -106,13 +123,15 @@ def measure(arranged: Arrangements, order: random.Random, steps: int) -> dict[st
         if name == "padded":
             batch = arranged.new_batch()
             batch.join(rows)
-            found[name], found["held_padded"] = block(batch.step, steps), arranged.held([batch])
+            found[name] = block(batch.step, steps)
+            found["held_padded"] = arranged.held(batch.caches)
             continue
-        groups = arranged.grouped(rows)
-        found[name] = block(partial(iteration, groups), steps)
+        grouped = arranged.grouped(rows)
+        found[name] = block(partial(iteration, grouped), steps)
         if name == "together":
-            own = sum(state.real_bytes for state in groups.state())
-            found |= {"held": arranged.held(groups.batches), "own": own, "groups": len(groups.batches)}
+            found["held"] = arranged.held(grouped.executor.caches())
+            found["own"] = arranged.own(rows)
+            found["groups"] = len(grouped.executor.batches)
     return found
 
 

@@ -13,7 +13,6 @@ import argparse
 import copy
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from loadtests.ledger import Ledger, interval
 from server.batching import Batch
 from server.cache_folder import cache_folder
 from server.cache_guard import Guard, cache_arrays, settle
+from server.laps import Laps, Stopwatch
 from server.messages import Sampling, Snapshot
 from server.messages import Sequence as Asked
 from server.rows import Row
@@ -67,30 +67,30 @@ class Bench:
         asked = Asked(prompt, Sampling(seed=number, temperature=0), 1 << 30)
         return Row(number, asked, prompt, caches)
 
-    def _batch(self, guarded: bool, seconds: dict[str, float]) -> Batch:
+    def _batch(self, guarded: bool, laps: Laps | None = None) -> Batch:
         """Arrays are shared until they are written to, so that this copies next to nothing."""
-        batch = Batch(self._model, Guard(guarded, 1 << 30, Snapshot()), seconds)
+        batch = Batch(self._model, Guard(guarded, 1 << 30, Snapshot()), laps)
         rows = [(row, copy.deepcopy(row.caches)) for row in self._rows]
         batch.join([Row(row.seq, row.sequence, list(row.tokens), caches) for row, caches in rows])
         settle(batch.caches)
         return batch
 
     def block(self, guarded: bool) -> Block:
-        seconds: dict[str, float] = defaultdict(float)
-        batch = self._batch(guarded, seconds)
+        watch = Stopwatch()
+        batch = self._batch(guarded, watch)
         for _ in range(WARM):
             batch.step()
         mx.synchronize()
-        before, wall, cpu = seconds["guard"], perf_counter(), process_time()
+        before, wall, cpu = watch.seconds["guard"], perf_counter(), process_time()
         for _ in range(self._steps):
             batch.step()
         mx.synchronize()
-        spent = (perf_counter() - wall, process_time() - cpu, seconds["guard"] - before)
+        spent = (perf_counter() - wall, process_time() - cpu, watch.seconds["guard"] - before)
         return Block(*(figure / self._steps for figure in spent))
 
     def walk(self) -> tuple[float, int]:
         """Host seconds of one walk over the batch's caches, and how many arrays it finds."""
-        caches = self._batch(True, defaultdict(float)).caches
+        caches = self._batch(True).caches
         times = []
         for _ in range(WALKS):
             started = perf_counter()

@@ -19,9 +19,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from server.batching import Batch
 from server.cache_guard import Caches, Guard
 from server.certificate import Agreement
+from server.executor import Executor
 from server.messages import Sampling, Sequence, Snapshot
 from server.model import Loaded
-from server.prefill import Prefill
+from server.plan import Begin, Read
+from server.prefix_cache import PrefixCache
 from server.rows import Row
 
 LENGTHS = (5, 19, 40)  # prompts of the rows
@@ -39,6 +41,9 @@ class _Ear:
     def __init__(self, model: Any) -> None:
         self._model = model
         self.heard: mx.array | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
     def __call__(self, inputs: mx.array, cache: Caches | None = None) -> mx.array:
         logits: mx.array = self._model(inputs, cache=cache)
@@ -84,7 +89,7 @@ def _run(loaded: Loaded, prompts: dict[int, list[int]]) -> dict[int, tuple[list[
     """Text and logits of each row by its number; the rows join a few steps apart."""
     ear = _Ear(loaded.model)
     guard = Guard(True, 256, Snapshot())
-    batch = Batch(ear, guard, defaultdict(float))
+    batch = Batch(ear, guard)
     waiting = [_read(loaded, ear, guard, number, prompt) for number, prompt in prompts.items()]
     texts: dict[int, list[int]] = {}
     heard: dict[int, list[Logits]] = defaultdict(list)
@@ -106,14 +111,10 @@ def _run(loaded: Loaded, prompts: dict[int, list[int]]) -> dict[int, tuple[list[
 
 def _read(loaded: Loaded, ear: _Ear, guard: Guard, number: int, prompt: list[int]) -> Row:
     """A row whose prompt is read."""
-
-    def begin(row: Row) -> tuple[int, list[int]]:
-        row.caches = make_prompt_cache(loaded.model)
-        return 0, []
-
-    prefill = Prefill(ear, guard, on_begin=begin, on_chunk=lambda *_: None, on_mark=lambda *_: None)
-    prefill.insert(Row(number, Sequence(prompt, Sampling(seed=number, temperature=0), TOKENS), list(prompt)))
-    (row,) = prefill.run(None, lambda row: True, 1)
+    row = Row(number, Sequence(prompt, Sampling(seed=number, temperature=0), TOKENS), list(prompt))
+    executor = Executor(ear, guard, PrefixCache(0, Snapshot()), {number: row})
+    executor.run(Begin(number))
+    executor.run(Read(((number, len(prompt) - 1),)))
     ear.heard = None
     return row
 

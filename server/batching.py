@@ -14,12 +14,12 @@ rows, `extract` gives a single cache back.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from time import perf_counter
 
 import mlx.core as mx
 
 from server.cache_guard import Caches, Guard
 from server.columns import KV, Column, Inputs, Penalties, in_cache_order
+from server.laps import Laps
 from server.masks import Failures, MaskColumn, Masks
 from server.messages import Finish, TokenLogprobs
 from server.rows import Drawn, Model, Row, on_host
@@ -32,11 +32,11 @@ FLUSH_STEPS = 256  # steps whose tokens may wait to be moved into the rows: boun
 class Batch:
     """Rows that share one forward pass. Owned by the loop."""
 
-    def __init__(self, model: Model, guard: Guard, seconds: dict[str, float]) -> None:
-        """`seconds`: host time by part (forward, sample, guard, read), added to in each step."""
+    def __init__(self, model: Model, guard: Guard, laps: Laps | None = None) -> None:
+        """`laps` takes the host's time by part: forward, guard, sample, read."""
         self._model = model
         self._guard = guard
-        self._seconds = seconds
+        self._laps = laps or Laps()
         self._empty()
 
     def _empty(self) -> None:
@@ -112,7 +112,7 @@ class Batch:
             self.step()
         for row in rows:
             if row.pending is None and row.length == 1:
-                alone = Batch(self._model, self._guard, self._seconds)
+                alone = Batch(self._model, self._guard)
                 alone.join([row])
                 alone.step()
                 alone.leave([row], keep_caches=True)
@@ -170,25 +170,21 @@ class Batch:
         self._last_not_held = self._all_end()
         if self._last_not_held:
             return self._read(inputs, scores, failed)
-        started = perf_counter()
+        self._laps.start()
         logits = self._model(inputs[:, None], cache=self.caches)[:, -1, :]
-        forward = perf_counter()
+        self._laps.lap("forward")
         held = self._guard.reach(self.caches)
-        walked = perf_counter()
+        self._laps.lap("guard")
         masks: Masks | None = None
         if self._masks.constrained:
             mx.async_eval(logits, held)
             masks = self._masks.advance(on_host(inputs), self._inputs.known, failed)
-        waited = perf_counter()
+            self._laps.lap("read")
         drawn = self._draw(logits, masks, held)
-        submitted = perf_counter()
+        self._laps.lap("sample")
         news = self._read(inputs, scores, failed)
         self._inputs.advance(drawn)
-        seconds = self._seconds
-        seconds["forward"] += forward - started
-        seconds["guard"] += walked - forward
-        seconds["sample"] += submitted - waited
-        seconds["read"] += perf_counter() - submitted + waited - walked
+        self._laps.lap("read")
         return news
 
     def tell(self) -> Drawn:
@@ -196,7 +192,7 @@ class Batch:
 
         For first tokens: a chunk of another row's prompt may stand before the next step.
         """
-        started = perf_counter()
+        self._laps.start()
         inputs = self._inputs.ids
         failed: Failures = []
         assert inputs is not None
@@ -204,7 +200,7 @@ class Batch:
             self._masks.accept(on_host(inputs), self._inputs.known, failed)
         news = self._read(inputs, self._logprobs.take(), failed)
         self._inputs.known = list(range(len(self.rows)))
-        self._seconds["read"] += perf_counter() - started
+        self._laps.lap("read")
         return news
 
     def has_told(self, row: Row) -> bool:

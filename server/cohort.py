@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from server.messages import ReadsTogether
+from server.plan import Plan
 from server.plans import most_read, rows_read
 from server.rows import Row
 
@@ -48,28 +49,38 @@ class Cohorts:
 
     def __init__(self, way: ReadsTogether, waits: Callable[[Row, list[Row]], bool] = lambda row, mates: False) -> None:
         """`waits(row, mates)`: whether a row had better wait for the prefix of one of these to be kept."""
-        self.way, self._waits = way, waits
+        self.way = way
+        self._waits = waits
 
-    def choose(self, first: M, others: Iterable[M], limit: int, begin: Callable[[M], None]) -> list[tuple[M, int]]:
-        """(sequence, tokens) of the next pass, within `limit` tokens; a lone `first` reads as it would without us.
+    def choose(
+        self, first: M, others: Iterable[M], limit: int, begin: Callable[[M], Plan[None]]
+    ) -> Plan[list[tuple[M, int]]]:
+        """Plan who reads the next pass: (sequence, tokens), within `limit` tokens; nobody if `first` had better read
+        alone.
 
-        `first` has begun and has tokens left; `begin(other)` is called on the others that haven't.
+        `first` has begun and has tokens left; `begin(other)` is planned for the others that haven't.
         """
         if self.way == "alone" or limit < 2 or not eligible(first):
             return []
-        mates, tokens = [first], first.left
+        mates = [first]
+        tokens = first.left
         for other in sorted((other for other in others if eligible(other)), key=lambda r: r.left):
             if len(mates) == MOST_ROWS or tokens > limit:  # the rest may still find a prefix of these
                 break
             if not other.begun and self._waits(other.row, [mate.row for mate in mates]):
                 continue
             if not other.begun:
-                begin(other)
+                yield from begin(other)
             if other.left:
                 mates.append(other)
                 tokens += other.left
-        chosen = self._padded(mates, limit) if self.way == "padded" else self._even(mates, limit)
-        return chosen if len(chosen) > 1 else []
+        choice = self._even
+        if self.way == "padded":
+            choice = self._padded
+        chosen = choice(mates, limit)
+        if len(chosen) < 2:
+            return []
+        return chosen
 
     @staticmethod
     def _padded(mates: list[M], limit: int) -> list[tuple[M, int]]:
@@ -79,7 +90,8 @@ class Cohorts:
         for other in sorted(others, key=lambda r: abs(r.next_stop() - chosen[0][1])):
             lengths = [size for _, size in chosen] + [other.next_stop()]
             held = max(other.done, *(mate.done for mate, _ in chosen))
-            width, count = max(lengths), len(lengths)
+            width = max(lengths)
+            count = len(lengths)
             rows = rows_read(count)
             if rows * width > limit or rows * (held + width) > POSITIONS or sum(lengths) < FULL * count * width:
                 continue

@@ -79,7 +79,7 @@ def run(seam: Seam, start: Start, settings: Settings) -> int:
     finally:
         pulse.stop()
     engine.close()
-    if engine.compiles:
+    if engine.compiling.is_busy:
         os._exit(0)  # Python would wait for the thread at exit, and it may never end
     return 0
 

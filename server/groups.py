@@ -1,26 +1,22 @@
 """Which rows share a forward pass, and how often each group is stepped.
 
-Owns the decode batches. Runs in the engine process's main thread. mlx-lm pads every row of a batch to its longest,
-so one row of 20,000 positions would make each short one carry 20,000; here rows of similar length share a batch.
-The partition is the one that moves the fewest bytes a step: a fixed amount a group (the weights, and what a step
-costs however short its rows are) plus the padded KV. It never moves more than the single padded batch.
+Owns the choice, and no batch. Runs in the engine process's main thread; it plans and never touches an array.
+
+mlx-lm pads every row of a batch to its longest, so one row of 20,000 positions would make each short one carry 20,000;
+here rows of similar length share a batch. The partition is the one that moves the fewest bytes a step: a fixed amount a
+group (the weights, and what a step costs however short its rows are) plus the padded KV. It never moves more than the
+single padded batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
-from functools import partial
-from time import perf_counter
-from typing import Any
+from typing import Protocol
 
-import mlx.core as mx
-
-from server.batching import Batch
-from server.cache_guard import Caches, Keep, parts
-from server.messages import GroupState
 from server.model import Loaded
-from server.rows import Drawn, Row
+from server.plan import Join, KeepRow, Leave, Plan, Split
+from server.rows import Row
 
 REGROUP_STEPS = 256  # iterations between two looks at the grouping; KV grows by as many positions
 WORTH = 0.6  # a grouping must move less than this share of a simpler one's bytes: moving rows copies their KV
@@ -43,7 +39,8 @@ def partition(lengths: Many[int], group_bytes: int, row_bytes: Callable[[int], i
             buckets.append((size, [i]))
     best: list[tuple[int, int]] = [(0, 0)]  # bytes of the first j buckets, where their last group begins
     for end, (size, _) in enumerate(buckets, 1):
-        rows, options = 0, []
+        rows = 0
+        options = []
         for start in range(end - 1, -1, -1):
             rows += len(buckets[start][1])
             options.append((best[start][0] + group_bytes + rows * size, start))
@@ -67,75 +64,106 @@ def intervals(seconds: Many[float], most: int) -> list[int]:
     slow the first below 1 / SLOWED; then the smallest k ≤ `most` for the longer ones that avoids it."""
     if not seconds:
         return []
-    first, rest = seconds[0], sum(seconds[1:])
+    first = seconds[0]
+    rest = sum(seconds[1:])
     k = 1
     while k < most and first + rest / k > SLOWED * first:
         k += 1
     return [1] + [k] * (len(seconds) - 1)
 
 
-class Groups:
-    """The decode batches, shortest rows first. Owned by the loop."""
+class Members(Protocol):
+    """What the grouping asks of a batch."""
 
-    def __init__(self, new_batch: Callable[[], Batch], loaded: Loaded, most: int) -> None:
+    rows: list[Row]
+
+    def __len__(self) -> int: ...
+    def length(self, row: Row) -> int:
+        """Tokens of one of its rows."""
+
+    def has_told(self, row: Row) -> bool:
+        """Whether the newest token of one of its rows is known outside."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest row."""
+
+
+class Groups:
+    """Which rows sit in which batch, and which batches are due. Owned by the loop.
+
+    `batches` belongs to the executor, which changes it as it carries out what is planned here.
+    """
+
+    def __init__(self, batches: Mapping[int, Members], loaded: Loaded, most: int) -> None:
         """`most`: the largest k of `intervals`."""
-        self._new_batch, self._loaded, self._most = new_batch, loaded, most
-        self.batches: list[Batch] = []
-        self.stepping: list[Row] = []  # rows of the forward pass under way, for the error path
-        self._seconds: dict[int, float] = {}  # by id(batch): smoothed time of its step
+        self._batches = batches
+        self._loaded = loaded
+        self._most = most
+        self._number = 0  # of the newest batch
+        self._seconds: dict[int, float] = {}  # by batch: smoothed time of its step
         self._every: dict[int, int] = {}
         self._iteration = 0
 
     @property
     def rows(self) -> int:
-        return sum(map(len, self.batches))
+        return sum(map(len, self._batches.values()))
+
+    def order(self) -> list[int]:
+        """The batches, shortest rows first."""
+        return sorted(self._batches, key=lambda number: self._batches[number].longest)
 
     def all_rows(self) -> list[Row]:
-        """Of every group."""
-        return [row for batch in self.batches for row in batch.rows]
+        """The rows of every batch, shortest batch first."""
+        return [row for number in self.order() for row in self._batches[number].rows]
 
-    def positions(self) -> int:
-        """Tokens of all rows."""
-        return sum(batch.length(row) for batch in self.batches for row in batch.rows)
-
-    def caches(self) -> Caches:
-        """Every layer of every group."""
-        return [layer for batch in self.batches for layer in batch.caches]
+    def holding(self, seqs: Iterable[int]) -> list[int]:
+        """The batches in which any of these rows sits."""
+        wanted = set(seqs)
+        return [number for number, batch in self._batches.items() if any(row.seq in wanted for row in batch.rows)]
 
     # ------------------------------------------------------------ membership
-    def join(self, rows: list[Row]) -> None:
-        """Take rows with single caches into the groups that suit them, moving others where that pays."""
+    def join(self, rows: list[Row]) -> Plan[None]:
+        """Plan to take rows with single caches into the groups that suit them, moving others where that pays."""
         alone = [row for row in rows if row.solo or not self._loaded.batches]
         for row in alone:
-            self._open([row])
-        rows = [row for row in rows if row not in alone]
-        if rows:
-            self._place(rows)
-        self._sort()
+            yield Join(self._new(), (row.seq,))
+        shared = [row for row in rows if row not in alone]
+        if shared:
+            yield from self._place(shared)
+        self._reckon()
 
-    def _place(self, rows: list[Row]) -> None:
+    def _new(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _place(self, rows: list[Row]) -> Plan[None]:
         shared = self._shared()
-        held = [(batch, row) for batch in shared for row in batch.rows]
+        held = [(self._batches[number], row) for number in shared for row in self._batches[number].rows]
         everyone = [row for _, row in held] + rows
         lengths = [batch.length(row) for batch, row in held] + [row.length for row in rows]
         simple = self._simple(shared, lengths, len(held))
         chosen = self._better(simple, lengths) or simple
-        self._arrange([[everyone[i] for i in group] for group in chosen])
+        yield from self._arrange([[everyone[i] for i in group] for group in chosen])
 
     def _better(self, now: list[list[int]], lengths: list[int]) -> list[list[int]] | None:
         """The best grouping, if it is worth the move or if `now` moves more than one padded batch would."""
         ideal = partition(lengths, self._loaded.group_bytes, self._loaded.row_bytes)
-        best, cost = (sum(self._bytes(group, lengths) for group in way) for way in (ideal, now))
+        best = sum(self._bytes(group, lengths) for group in ideal)
+        cost = sum(self._bytes(group, lengths) for group in now)
         padded = self._bytes(list(range(len(lengths))), lengths)
-        return ideal if best < WORTH * cost or cost > padded else None
+        if best < WORTH * cost or cost > padded:
+            return ideal
+        return None
 
-    def _simple(self, shared: list[Batch], lengths: list[int], held: int) -> list[list[int]]:
+    def _simple(self, shared: list[int], lengths: list[int], held: int) -> list[list[int]]:
         """The groups as they are, each new row where it adds the fewest bytes (or in a group of its own)."""
         groups: list[list[int]] = []
         first = 0
-        for batch in shared:
-            groups.append(list(range(first, first + len(batch))))
-            first += len(batch)
+        for number in shared:
+            count = len(self._batches[number])
+            groups.append(list(range(first, first + count)))
+            first += count
         for i in range(held, len(lengths)):
             options = [[*group, i] for group in groups]
             added = [self._bytes(new, lengths) - self._bytes(new[:-1], lengths) for new in options]
@@ -149,134 +177,110 @@ class Groups:
     def _bytes(self, group: list[int], lengths: list[int]) -> int:
         return moved([[lengths[i] for i in group]], self._loaded.group_bytes, self._loaded.row_bytes)
 
-    def _arrange(self, groups: list[list[Row]]) -> None:
+    def _arrange(self, groups: list[list[Row]]) -> Plan[None]:
         """Make the shared batches hold these rows. A batch stays where most of its rows stay."""
         shared = self._shared()
-        home = {id(row): batch for batch in shared for row in batch.rows}
-        taken: set[int] = set()
-        plan: list[tuple[Batch, list[Row]]] = []
+        homes = self._homes(groups, shared)
+        goal = {row.seq: number for number, group in zip(homes, groups, strict=True) for row in group}
+        for number in shared:
+            if leaving := tuple(row.seq for row in self._batches[number].rows if goal[row.seq] != number):
+                yield Split(number, leaving)
+        for number, group in zip(homes, groups, strict=True):
+            here: set[int] = set()
+            if number in self._batches:
+                here = {row.seq for row in self._batches[number].rows}
+            if coming := tuple(row.seq for row in group if row.seq not in here):
+                yield Join(number, coming)
+        self._sweep()
+
+    def _homes(self, groups: list[list[Row]], shared: list[int]) -> list[int]:
+        """The batch of each group: the one that holds the most of its rows, or a new one."""
+        homes: list[int] = []
         for group in groups:
-            counts = [(sum(home.get(id(row)) is b for row in group), b) for b in shared if id(b) not in taken]
-            count, batch = max(counts, key=lambda pair: pair[0], default=(0, None))
-            if not count or batch is None:
-                batch = self._new_batch()
-            taken.add(id(batch))
-            plan.append((batch, group))
-        goal = {id(row): batch for batch, group in plan for row in group}
-        for source in shared:
-            if leaving := [row for row in source.rows if goal[id(row)] is not source]:
-                source.leave(leaving, keep_caches=True)
-        for batch, group in plan:
-            here = {id(row) for row in batch.rows}
-            batch.join([row for row in group if id(row) not in here])
-            if not any(batch is known for known in self.batches):
-                self.batches.append(batch)
-        self._sweep()
+            seqs = {row.seq for row in group}
+            counts = {
+                number: sum(row.seq in seqs for row in self._batches[number].rows)
+                for number in shared
+                if number not in homes
+            }
+            best = max(counts, key=lambda number: counts[number], default=0)
+            if not counts.get(best):
+                best = self._new()
+            homes.append(best)
+        return homes
 
-    def _shared(self) -> list[Batch]:
-        return [b for b in self.batches if self._loaded.batches and not any(row.solo for row in b.rows)]
+    def _shared(self) -> list[int]:
+        """The batches that may take rows, shortest first."""
+        if not self._loaded.batches:
+            return []
+        return [number for number in self.order() if not any(row.solo for row in self._batches[number].rows)]
 
-    def _open(self, rows: list[Row]) -> None:
-        batch = self._new_batch()
-        batch.join(rows)
-        self.batches.append(batch)
-
-    def leave(self, rows: list[Row], keep: Keep | None = None) -> None:
-        """Drop rows, of all groups at once; `keep(tokens, take)` is told what each one read, and may take the caches
-        that hold it, compacted."""
-        if not rows:
+    def leave(self, seqs: Iterable[int], keep: Callable[[int], bool] | None = None) -> Plan[None]:
+        """Plan to drop rows, of all batches at once; what a row has read is kept where `keep(tokens)` says so."""
+        gone = set(seqs)
+        if not gone:
             return
-        for batch in self.batches:
-            gone = [row for row in batch.rows if any(row is r for r in rows)]
-            if not gone:
+        for number in self.order():
+            batch = self._batches[number]
+            leaving = [row for row in batch.rows if row.seq in gone]
+            if not leaving:
                 continue
-            if keep is not None:
-                for row in gone:
-                    keep(batch.held_tokens(row), partial(batch.single_caches, batch.rows.index(row)))
-            batch.leave(gone)
+            for row in leaving:
+                if keep is not None and keep(batch.length(row)):
+                    yield KeepRow(number, row.seq)
+            yield Leave(number, tuple(row.seq for row in leaving))
         self._sweep()
-        self._regroup()
-
-    def take(self, rows: list[Row]) -> list[Row]:
-        """The rows, without their caches: the batches that held them are given up with all their rows."""
-        lost = [batch for batch in self.batches if any(row is r for row in batch.rows for r in rows)]
-        found = {id(row): row for batch in lost for row in batch.abandon()} | {id(row): row for row in rows}
-        self._sweep()
-        return list(found.values())
-
-    def clear(self) -> None:
-        self.batches.clear()
+        yield from self._regroup()
 
     def _sweep(self) -> None:
-        self.batches = [batch for batch in self.batches if len(batch)]
-        known = {id(batch) for batch in self.batches}
-        self._seconds = {key: value for key, value in self._seconds.items() if key in known}
-        self._sort()
-
-    def _sort(self) -> None:
-        self.batches.sort(key=lambda batch: batch.longest)
+        self._seconds = {number: value for number, value in self._seconds.items() if number in self._batches}
         self._reckon()
 
     # ------------------------------------------------------------ the turn
-    def due(self) -> list[Batch]:
-        """The batches to step in this iteration."""
+    def due(self) -> Plan[list[int]]:
+        """Plan a better grouping now and then; returns the batches to step in this iteration."""
         self._iteration += 1
-        if len(self.batches) == 1:
-            return self.batches[:]
+        if len(self._batches) == 1:
+            return list(self._batches)
         if self._iteration % REGROUP_STEPS == 0:
-            self._regroup()
+            yield from self._regroup()
         if self._iteration % 16 == 0:
             self._reckon()
-        return [b for i, b in enumerate(self.batches) if (self._iteration + i) % self._every.get(id(b), 1) == 0]
+        order = self.order()
+        return [b for i, b in enumerate(order) if (self._iteration + i) % self._every.get(b, 1) == 0]
 
-    def step(self, batch: Batch) -> Drawn:
-        """Step one batch, noting how long it takes."""
-        started = perf_counter()
-        news = batch.step()
-        seconds = perf_counter() - started
-        before = self._seconds.get(id(batch), seconds)
-        self._seconds[id(batch)] = before + _MEMORY * (seconds - before)
-        return news
+    def untold(self, seqs: set[int]) -> list[int]:
+        """The batches that hold a row of these whose newest token isn't known outside."""
+        order = self.order()
+        return [b for b in order if any(self._is_untold(row, b) for row in self._batches[b].rows if row.seq in seqs)]
 
-    def _regroup(self) -> None:
+    def _is_untold(self, row: Row, number: int) -> bool:
+        return not self._batches[number].has_told(row)
+
+    def note(self, number: int, seconds: float) -> None:
+        """Learn how long a batch's step took."""
+        before = self._seconds.get(number, seconds)
+        self._seconds[number] = before + _MEMORY * (seconds - before)
+
+    def _regroup(self) -> Plan[None]:
         shared = self._shared()
-        if len(shared) < 2:  # rows grow alike, so one group is never worth splitting unless somebody joins
+        if len(shared) < 2:  # rows grow alike, so one group is never worth splitting unless another row joins
             return
-        rows = [row for batch in shared for row in batch.rows]
-        lengths = [batch.length(row) for batch in shared for row in batch.rows]
-        if (better := self._better(self._simple(shared, lengths, len(rows)), lengths)) is not None:
-            self._arrange([[rows[i] for i in group] for group in better])
+        batches = [self._batches[number] for number in shared]
+        rows = [row for batch in batches for row in batch.rows]
+        lengths = [batch.length(row) for batch in batches for row in batch.rows]
+        better = self._better(self._simple(shared, lengths, len(rows)), lengths)
+        if better is not None:
+            yield from self._arrange([[rows[i] for i in group] for group in better])
 
     def _reckon(self) -> None:
-        seconds = [self._seconds.get(id(batch), 0.0) for batch in self.batches]
-        every = intervals(seconds, self._most) if all(seconds) and self._loaded.batches else [1] * len(seconds)
-        self._every = {id(batch): k for batch, k in zip(self.batches, every, strict=True)}
+        order = self.order()
+        seconds = [self._seconds.get(number, 0.0) for number in order]
+        every = [1] * len(order)
+        if all(seconds) and self._loaded.batches:
+            every = intervals(seconds, self._most)
+        self._every = dict(zip(order, every, strict=True))
 
-    # ------------------------------------------------------------ facts
-    def growth(self) -> int:
-        """Bytes that the caches will take with the next step beyond what they hold."""
-        return sum(growth(part) for part in parts(self.caches()))
-
-    def state(self) -> list[GroupState]:
-        """For /debug/batches and the metrics."""
-        return [
-            GroupState(
-                rows=len(batch),
-                length=batch.longest,
-                kv_bytes=sum(getattr(layer, "nbytes", 0) for layer in batch.caches),
-                real_bytes=sum(self._loaded.row_bytes(batch.length(row)) for row in batch.rows),
-                every=self._every.get(id(batch), 1),
-            )
-            for batch in self.batches
-        ]
-
-
-def growth(part: Any) -> int:
-    """Bytes that one of mlx-lm's caches takes with the next position. It holds room for more positions than it uses,
-    and grows by `step` once that is used up; 0 for caches of another kind."""
-    keys, step, most = getattr(part, "keys", None), getattr(part, "step", 0), getattr(part, "max_size", None)
-    if not isinstance(keys, mx.array) or not step or (most and keys.shape[2] >= most):
-        return 0
-    used = getattr(part, "_idx", None)  # of a batch, whose `offset` is an array
-    used = part.offset - getattr(part, "start_position", 0) if used is None else used
-    return (keys.nbytes + part.values.nbytes) * step // keys.shape[2] if used >= keys.shape[2] else 0
+    def every(self, number: int) -> int:
+        """In each how manieth iteration a batch is stepped."""
+        return self._every.get(number, 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -55,6 +56,16 @@ class Loaded:
     def largest_bytes(self, length: int) -> int:
         """Bytes of its largest cache array: growing copies one at a time."""
         return max((cost.bytes(length) for cost in self.probe.row_cost), default=0)
+
+    def longest_chunk(self, room: int, held: int) -> int:
+        """Tokens of a chunk behind `held` others that `room` bytes suffice for: what it needs for a while, what it
+        leaves behind, and the cache array that is copied as it grows."""
+        pairs = self.probe.pair_bytes
+        left = max(0, room - self.largest_bytes(held))
+        each = self.probe.token_bytes + pairs * held + self.row_bytes(LARGEST_CHUNK) / LARGEST_CHUNK
+        if not pairs:
+            return int(left / max(1.0, each))
+        return int((math.sqrt(each * each + 4 * pairs * left) - each) / (2 * pairs))
 
     @property
     def group_bytes(self) -> int:

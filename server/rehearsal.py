@@ -238,7 +238,7 @@ def play(plan: Plan, loaded: Loaded, gauge: Gauge, **values: Any) -> Run:
 def _perform(plan: Plan, loaded: Loaded, gauge: Gauge, settings: Settings, run: Run) -> None:
     """The loop isn't closed but dropped: after `close` no MLX call works in this thread."""
     snapshot = run.snapshot
-    seam = _Script(plan, run, lambda: gauge.read(run, loop.caches()), _ended(plan))
+    seam = _Script(plan, run, lambda: gauge.read(run, loop.stock.caches()), _ended(plan))
     loop = Loop(
         seam,
         Pulse(seam, 1, snapshot),

@@ -54,6 +54,7 @@ class Row:
     stops: frozenset[int] = frozenset()
     arrived: float = 0.0
     cached: int = 0  # prompt tokens that came from the prefix cache
+    read: int = 0  # tokens that its caches hold while the prompt is read
     rebuilds: int = 0  # times that it was rebuilt from tokens without a token since
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens 1…, if asked for
     solo: bool = False  # must not share a forward pass
@@ -66,6 +67,16 @@ class Row:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its caches hold all tokens but the last, which goes through the decode lane."""
+        return self.read == len(self.tokens) - 1
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its grammar, if it has one, is there."""
+        return self.sequence.grammar is None or self.constraint is not None
 
     def single(self) -> Caches:
         """Return caches that no other row uses, copied if need be."""
@@ -86,6 +97,7 @@ class Row:
         self.hand_over()
         self.constraint = None
         self.prompt_scores = []
+        self.read = 0
 
 
 @dataclass(slots=True)

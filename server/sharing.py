@@ -19,14 +19,14 @@ _WINDOWS = ("max_size", "chunk_size")  # attributes that say after how many posi
 class Sharing:
     """Owned by the loop."""
 
-    def __init__(
-        self, prefix: PrefixCache, fresh: Caches, *, has_room: Callable[[int], bool], waiting: Callable[[], list[Row]]
-    ) -> None:
-        """`fresh`: empty caches of the model; `has_room(length)`: for a copy of a row's caches; `waiting()`: rows
-        whose prompt isn't begun."""
-        self._prefix, self._has_room, self._waiting = prefix, has_room, waiting
+    def __init__(self, prefix: PrefixCache, fresh: Caches, row_bytes: Callable[[int], int]) -> None:
+        """`fresh`: empty caches of the model; `row_bytes(length)`: what a copy of a row's caches takes."""
+        self._prefix = prefix
+        self._row_bytes = row_bytes
         windows = [size for part in parts(fresh) for name in _WINDOWS if (size := getattr(part, name, None))]
-        self._trims_below = min(windows, default=sys.maxsize) if can_trim(fresh) else 0
+        self._trims_below = 0
+        if can_trim(fresh):
+            self._trims_below = min(windows, default=sys.maxsize)
 
     def ends(self, row: Row) -> list[int]:
         """Lengths at which a snapshot is due, also of a continued row the prompt alone: its fellow choices and the
@@ -45,29 +45,28 @@ class Sharing:
         return len(row.tokens) + row.sequence.max_tokens - row.produced < self._trims_below
 
     # ------------------------------------------------------------ keep
-    def keep_read(self, tokens: list[int], take: Callable[[], Caches]) -> None:
-        """Keep what an ended row has read. It takes a copy, and under pressure that would be the first to go."""
-        if self._prefix.enabled and self._has_room(len(tokens)):
-            self._prefix.insert(tokens, take())
+    def keeps_read(self, length: int, room: int) -> bool:
+        """Whether to keep what an ended row has read, so many tokens. It takes a copy, and under pressure that would be
+        the first to go; `room` is how many bytes rows may still take."""
+        return self._prefix.enabled and self._row_bytes(length) <= room
 
-    def keep_begun(self, tokens: list[int], take: Callable[[], Caches]) -> None:
-        """Keep what a row has read whose answer was cut off (a stop string, a reader that left, a deadline). The engine
-        was some tokens ahead of that, so it serves a later prompt only where these can be trimmed away."""
-        if len(tokens) < self._trims_below:
-            self.keep_read(tokens, take)
+    def keeps_begun(self, length: int, room: int) -> bool:
+        """Whether to keep what a row has read whose answer was cut off (a stop string, a reader that left, a deadline).
+        The engine was some tokens ahead of that, so it serves a later prompt only where these can be trimmed away."""
+        return length < self._trims_below and self.keeps_read(length, room)
 
-    def keep_prompt(self, row: Row, length: int) -> None:
-        """Keep a snapshot that is due. Caches that can be trimmed are kept whole when their row ends; before that a
-        copy pays only if they won't be then, or if a row waits that begins alike."""
-        tokens = row.tokens[:length]
-        pays = self._prefix.enabled and (not self._trims_to_its_end(row) or self._is_awaited(tokens))
-        if pays and self._has_room(length):
-            self._prefix.insert_copy(tokens, row.single())
+    def keeps_prompt(self, row: Row, length: int, waiting: Many[Row], room: int) -> bool:
+        """Whether to keep a snapshot that is due. Caches that can be trimmed are kept whole when their row ends; before
+        that a copy pays only if they won't be then, or if a row is `waiting` that begins alike."""
+        if not self.keeps_read(length, room):
+            return False
+        return not self._trims_to_its_end(row) or self._is_awaited(row.tokens[:length], waiting)
 
-    def _is_awaited(self, tokens: list[int]) -> bool:
-        """Whether somebody whose prompt isn't begun shares much of these, beyond what is kept already."""
-        waiting = self._waiting()
-        worth = self._prefix.reach([*tokens, 0]) + WORTH_KEEPING if waiting else 0
+    def _is_awaited(self, tokens: list[int], waiting: Many[Row]) -> bool:
+        """Whether a row whose prompt isn't begun shares much of these, beyond what is kept already."""
+        if not waiting:
+            return False
+        worth = self._prefix.reach([*tokens, 0]) + WORTH_KEEPING
         return worth <= len(tokens) and any(other.tokens[:worth] == tokens[:worth] for other in waiting)
 
     # ------------------------------------------------------------ wait
@@ -81,6 +80,8 @@ class Sharing:
 
     def _shares(self, tokens: list[int], mate: Row, worth: int) -> bool:
         """Whether `tokens` begin with so much, or more, of what will be kept of `mate`."""
-        lengths = [worth] if self._trims(mate) else [length for length in self.ends(mate) if length >= worth]
+        lengths = [worth]
+        if not self._trims(mate):
+            lengths = [length for length in self.ends(mate) if length >= worth]
         longest = min(len(tokens), len(mate.tokens)) - 1
         return any(length <= longest and tokens[:length] == mate.tokens[:length] for length in lengths)

@@ -96,7 +96,7 @@ class Rig:
         self.failed = {}
 
     def batch(self):
-        return Batch(self.model, self.guard, defaultdict(float))
+        return Batch(self.model, self.guard)
 
     def read(self, *rows):
         """Prefill all but the last token of each."""

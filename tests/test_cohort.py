@@ -6,13 +6,14 @@ import random
 import mlx.core as mx
 import pytest
 from driving import CLOSE, Rig, model, prompt, row
+from lanes import Lane
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from server import model as loading
 from server import plans, together
 from server.cache_guard import cache_arrays, parts, pinned_bytes
 from server.cohort import FULL, LONGEST, MOST_ROWS, POSITIONS, Cohorts
-from server.prefill import ChunkFailed, Prefill
+from server.plan import OperationFailed
 from server.together import Shared
 
 PADDED = ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "falcon_h1", "mamba2", "deepseek_v32", "kimi_linear"]
@@ -49,8 +50,8 @@ def lane(inner, way, *, held=lambda one: 0, marks=(), waits=lambda one, mates: F
             inner.inner(mx.array([one.tokens[:size]]), cache=one.caches)
         return size, [*marks, len(one.tokens) - 1]
 
-    return Prefill(
-        inner, rig.guard, on_begin=begin, on_chunk=lambda *_: None,
+    return Lane(
+        inner, rig.guard, on_begin=begin,
         on_mark=lambda one, length: seen.append((one.seq, length)) if seen is not None else None,
         cohorts=Cohorts(way, waits),
     )  # fmt: skip
@@ -61,7 +62,7 @@ def read(reading, rows, budget=None, enough=10**6):
         reading.insert(one)
     done = []
     while len(reading):
-        done += reading.run(budget, lambda one: True, enough)
+        done += reading.run(budget, enough)
     return done
 
 
@@ -82,7 +83,7 @@ def test_what_is_read_together_is_what_is_read_alone(family, way, planned):
         reading.insert(one)
     batches, turns, gone = [rig.batch(), rig.batch()], 0, []
     while len(reading):
-        done = reading.run(None, lambda one: True, 3)
+        done = reading.run(None, 3)
         turns += 1
         if turns == 3:
             gone.append(done.pop())  # cancelled; the others of its pass go on
@@ -194,7 +195,7 @@ def test_a_few_tokens_that_fit_no_even_pass_do_not_wait_for_ever(llama):
     for seq in range(1, 40, 2):
         for one in rows_of(65, 65, first=seq):
             reading.insert(one)
-        if last in reading.run(10.0, lambda one: True, 1):
+        if last in reading.run(10.0, 1):
             break
     assert seq <= 9
 
@@ -258,7 +259,7 @@ def test_a_failed_pass_names_all_its_rows(llama):
     reading = lane(passes, "padded")
     for one in [*rows_of(30, 31), *rows_of(300, first=2)]:
         reading.insert(one)
-    with pytest.raises(ChunkFailed) as caught:
-        reading.run(None, lambda one: True, 10)
-    assert sorted(one.seq for one in caught.value.rows) == [0, 1]
+    with pytest.raises(OperationFailed) as caught:
+        reading.run(None, 10)
+    assert sorted(caught.value.seqs) == [0, 1]
     assert isinstance(caught.value.__cause__, ValueError)

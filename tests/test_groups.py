@@ -8,9 +8,12 @@ import pytest
 from driving import Rig, model, prompt, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import Gathering
 from mlx_lm.models.cache import make_prompt_cache
 
-from server.groups import Groups, growth, intervals, moved, partition
+from server.groups import intervals, moved, partition
+from server.plan import Abandon
+from server.stock import growth
 
 
 @dataclass
@@ -73,7 +76,7 @@ class FakeBatch:
 
 
 def fresh(facts, most=4):
-    return Groups(FakeBatch, facts, most)
+    return Gathering(FakeBatch, facts, most)
 
 
 numbers = count()
@@ -161,14 +164,13 @@ def test_a_group_that_is_due_each_kth_iteration_gets_its_turn():
     groups = fresh(facts)
     groups.join([a_row(10), a_row(12), a_row(9000)])
     short, long = groups.batches
-    groups._seconds = {id(short): 1.0, id(long): 100.0}
-    groups._reckon()
+    groups.took([1.0, 100.0])
     for _ in range(40):
         for batch in groups.due():
             batch.step()
     assert short.stepped == 40
     assert long.stepped == 10
-    assert [state.every for state in groups.state()] == [1, 4]
+    assert [groups.groups.every(groups.number(batch)) for batch in (short, long)] == [1, 4]
 
 
 # ---------------------------------------------------------------- joins and leaves
@@ -178,8 +180,8 @@ def test_new_rows_join_the_group_of_their_length():
     assert shape(groups) == [[100], [5000]]
     groups.join([a_row(110), a_row(4900)])
     assert shape(groups) == [[100, 110], [4900, 5000]]
-    assert [state.rows for state in groups.state()] == [2, 2]
-    assert [state.length for state in groups.state()] == [110, 5000]
+    assert [len(batch) for batch in groups.batches] == [2, 2]
+    assert [batch.longest for batch in groups.batches] == [110, 5000]
 
 
 def test_a_long_newcomer_does_not_move_the_short_ones():
@@ -282,8 +284,8 @@ def test_what_leaves_is_handed_over_with_its_tokens():
     groups.join(rows)
     for batch in groups.due():
         batch.step()
-    kept = []
-    groups.leave([rows[2], rows[0]], keep=lambda tokens, take: kept.append((tokens, take())))
+    groups.leave([rows[2], rows[0]], keep=lambda length: length >= 5)
+    kept = groups.executor.kept
     assert [len(tokens) for tokens, _ in kept] == [5, 7]
     assert [caches for _, caches in kept] == [[f"caches of {rows[i].seq}"] for i in (0, 2)]
     assert groups.rows == 1
@@ -293,17 +295,16 @@ def test_the_batch_of_a_failed_pass_is_given_up_whole_and_others_stay():
     groups = fresh(Facts(each=100, group_bytes=1000))
     rows = [a_row(10), a_row(11), a_row(9000)]
     groups.join(rows)
-    lost = groups.take([rows[0]])
-    assert sorted(map(id, lost)) == sorted(map(id, rows[:2]))
+    (lost,) = groups.groups.holding([rows[0].seq])
+    assert sorted(one.seq for one in groups.executor.batches[lost].rows) == [one.seq for one in rows[:2]]
+    groups.executor.run(Abandon(lost))
     assert shape(groups) == [[9000]]
 
 
-def test_rows_without_a_batch_are_given_back_too():
+def test_a_row_without_a_batch_is_in_none():
     groups = fresh(Facts())
     groups.join([a_row(10)])
-    waiting = a_row(3)
-    assert groups.take([waiting]) == [waiting]
-    assert groups.rows == 1
+    assert groups.groups.holding([a_row(3).seq]) == []
 
 
 # ---------------------------------------------------------------- with a model
@@ -315,7 +316,7 @@ def test_text_stays_the_same_as_rows_are_moved_between_groups(family):
     rows = [row(i, prompt(n), max_tokens=10 + i, logprobs=i % 2 * 2 - 1, temperature=i % 3 / 2, seed=i,
                 presence_penalty=float(i == 2)) for i, n in enumerate(lengths)]  # fmt: skip
     plain = {one.seq: rig.alone(one) for one in rows if one.seq != 2}
-    groups = Groups(rig.batch, Facts(group_bytes=30, each=1), 2)
+    groups = Gathering(rig.batch, Facts(group_bytes=30, each=1), 2)
     seen = set()
     for turn in range(40):
         if turn % 3 == 0 and turn // 3 < len(rows):

@@ -9,13 +9,14 @@ from typing import ClassVar
 import pytest
 from driving import Rig, model, prompt, row
 
-from server import columns, loop
+from server import columns, compiling, loop
 from server.constrain import Grammars
 from server.faults import Faults, parse
 from server.grammar import answer
 from server.loop import IDLE_SECONDS, WAIT_SECONDS, Loop, Wedged
 from server.messages import Cancel, Drain, Failed, Preempted, Probe, Rotate, Snapshot, Start, Steps, Submit
 from server.model import Loaded, row_cost
+from server.plan import KeepPrompt, Read
 from server.pressure import Act, Verb
 from server.settings import load
 
@@ -86,9 +87,11 @@ class Engine:
         reads = "padded" if batching == "batched" else "alone"
         probe = Probe(2048, batching, row_cost(self.raw), chunk_peak, group_bytes, reads)
         self.residency = Calm()
+        self.loaded = Loaded(Flaky(self.raw, fault), {}, 4096, 0, probe)
+        self.plan = []  # every operation so far
         self.loop = Loop(
             self.seam, self.pulse, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
-            Loaded(Flaky(self.raw, fault), {}, 4096, 0, probe), self.residency,
+            self.loaded, self.residency,
             Faults(parse(faults), epoch=1, write_garbage=lambda: None),
         )  # fmt: skip
         self.tokens, self.logprobs = defaultdict(list), defaultdict(list)
@@ -99,14 +102,13 @@ class Engine:
 
     def turn(self, times=1):
         for _ in range(times):
-            self.loop._take_commands()
-            if self.loop._rows:
-                self.loop._iterate()
+            self.loop.turn()
+            self.plan += self.loop.runner.record
             self._take()
 
     def run(self, limit=500):
         self.turn()
-        while self.loop._rows or self.seam.inbox:
+        while self.loop.rows or self.seam.inbox:
             self.turn()
             limit -= 1
             assert limit, "it never ends"
@@ -159,8 +161,8 @@ def assert_all_right(engine, rows, alone, family="llama"):
     for one in rows:
         assert engine.tokens[one.seq] == alone(one, family), one.seq
         assert engine.ends[one.seq] == "length"
-    assert engine.loop._rows == {}
-    assert engine.loop._groups.rows == 0
+    assert engine.loop.rows == {}
+    assert engine.loop.stock.is_empty
 
 
 # ---------------------------------------------------------------- in and out
@@ -186,7 +188,7 @@ def test_a_model_that_does_not_batch_serves_all_rows_in_turns(alone):
     for one in rows:
         engine.submit(one)
     engine.turn(3)
-    assert len(engine.loop._groups.batches) == 3
+    assert len(engine.loop.stock.batches) == 3
     engine.run()
     assert_all_right(engine, rows, alone, "llama4")
 
@@ -238,7 +240,7 @@ def test_a_first_token_is_told_before_the_next_chunk_of_a_longer_prompt(alone):
     engine.turn()
     assert engine.tokens == {0: alone(short)[:1]}
     engine.turn()
-    assert engine.loop._prefill.readings, "the long one is still being read"
+    assert engine.loop.stock.prefilling, "the long one is still being read"
     engine.submit(later)
     while 2 not in engine.tokens:
         chunks = engine.pulse.count
@@ -332,7 +334,7 @@ def test_where_an_answer_was_cut_off_a_state_that_can_not_be_trimmed_is_of_no_us
     engine = Engine("qwen3_5", prefix_cache=10**8)
     engine.submit(row(0, prompt(60), max_tokens=200))
     until_told(engine, 0, 20)
-    assert len(engine.loop._prefix) == 1
+    assert engine.snapshot.prefix_entries == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
@@ -348,27 +350,24 @@ def test_a_burst_that_begins_alike_reads_the_beginning_once(alone, family):
 
 def test_a_prefix_that_is_kept_is_not_kept_again_for_those_who_wait():
     engine = Engine(prefix_cache=10**8)
-    kept = []
-    keep = engine.loop._prefix.insert_copy
-    engine.loop._prefix.insert_copy = lambda tokens, caches: (kept.append(len(tokens)), keep(tokens, caches))
     for i in range(50):
         engine.submit(row(i, prompt(80) + prompt(9, i), max_tokens=2))
     engine.run()
-    assert kept == [88]
+    assert [act.length for act in engine.plan if isinstance(act, KeepPrompt)] == [88]
     assert [engine.started[i].cached for i in range(50)] == [0, *[80] * 49]
 
 
 def test_what_an_ended_row_read_is_kept_only_where_memory_has_room_for_a_copy(alone):
     engine = Engine(prefix_cache=10**8)
-    engine.residency.room = engine.loop._loaded.row_bytes(68) - 1
+    engine.residency.room = engine.loaded.row_bytes(68) - 1
     first, again = row(0, prompt(60), max_tokens=8), row(1, prompt(60), max_tokens=8)
     engine.submit(first)
     engine.run()
-    assert len(engine.loop._prefix) == 0
+    assert engine.snapshot.prefix_entries == 0
     engine.residency.room += 1
     engine.submit(again)
     engine.run()
-    assert len(engine.loop._prefix) == 1
+    assert engine.snapshot.prefix_entries == 1
     assert engine.started[1].cached == 0
     assert_all_right(engine, [first, again], alone)
 
@@ -378,16 +377,15 @@ def test_a_snapshot_of_a_prompt_is_kept_only_where_memory_has_room_for_a_copy():
     engine.residency.room = 0
     engine.submit(row(0, prompt(60), max_tokens=8))
     engine.run()
-    assert len(engine.loop._prefix) == 0
+    assert engine.snapshot.prefix_entries == 0
 
 
 def test_a_prompt_is_read_in_chunks_that_memory_has_room_for(alone):
     engine = Engine(chunk_peak=2048 * 1000)
-    engine.residency.room = 300 * (1000 + engine.loop._loaded.row_bytes(2048) // 2048)
+    engine.residency.room = 300 * (1000 + engine.loaded.row_bytes(2048) // 2048)
     engine.submit(one := row(0, prompt(600), max_tokens=8))
-    sizes = []
-    engine.loop._prefill._on_start = lambda size: sizes.append(size)
     engine.run()
+    sizes = [size for act in engine.plan if isinstance(act, Read) for _, size in act.parts]
     assert max(sizes) <= 300
     assert sum(sizes) == 599
     assert_all_right(engine, [one], alone)
@@ -410,7 +408,7 @@ def test_the_newest_row_is_preempted_and_the_oldest_never(alone):
         engine.turn()
     assert engine.preempted == [2, 1]
     assert engine.failed[0].kind == "memory"
-    assert engine.loop._rows == {}
+    assert engine.loop.rows == {}
 
 
 @pytest.mark.parametrize(
@@ -450,9 +448,9 @@ class Never:
         return 0.0
 
 
-def test_while_a_grammar_is_compiled_others_run_and_nobody_spins(alone):
+def test_while_a_grammar_is_compiled_others_run_and_nobody_spins(alone, monkeypatch):
+    monkeypatch.setattr(loop, "Grammars", lambda *_: Never())
     engine = Engine()
-    engine.loop._grammars = Never()
     free = row(1, prompt(9), max_tokens=8)
     engine.submit(row(0, prompt(9), grammar=answer({"type": "boolean"}), stop_ids=[2]))
     engine.submit(free)
@@ -461,12 +459,12 @@ def test_while_a_grammar_is_compiled_others_run_and_nobody_spins(alone):
     assert engine.seam.waits[-1] == WAIT_SECONDS
     engine.seam.inbox.append(Cancel(EPOCH, 0))
     engine.turn()
-    assert engine.loop._rows == {}
+    assert engine.loop.rows == {}
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["its row waits", "its row has left"])
 def test_a_grammar_that_is_compiled_for_ever_ends_its_row_and_the_process(alone, tiny, monkeypatch, leaves):
-    monkeypatch.setattr(loop, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(compiling, "COMPILE_SECONDS", 0.2)
     engine, go_on, begun = Engine(folder=tiny("llama")), threading.Event(), threading.Event()
     monkeypatch.setattr(Grammars, "_build", lambda *_: begun.set() or go_on.wait(20))
     free = row(1, prompt(9), max_tokens=8)
@@ -696,6 +694,5 @@ def test_any_schedule_of_arrivals_cancels_resumes_and_faults_gives_every_row_its
         whole = alone(one, family)
         assert text == whole[: len(text)]
         assert one.seq in cancelled or text == whole
-    assert engine.loop._groups.rows == 0
-    assert len(engine.loop._prefill) == 0
+    assert engine.loop.stock.is_empty
     assert engine.snapshot.pending == 0

@@ -6,14 +6,16 @@ import pytest
 from driving import Rig, prompt, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import Lane
 from mlx_lm.models.cache import make_prompt_cache
 
-from server import prefill as module
+from server import executor as module
 from server.cache_guard import Guard
 from server.cohort import Cohorts
+from server.grammar import answer
 from server.messages import Snapshot
 from server.pace import CHUNKS, FORGOTTEN, Pace
-from server.prefill import ChunkFailed, Prefill
+from server.plan import OperationFailed
 
 MS = 0.001
 
@@ -36,9 +38,13 @@ class Bench:
         self.marks = []  # (seq, length)
         self.shapes = []  # (rows, tokens) of passes, where rows share them
         self.begins = {}  # by seq: (length held, marks)
-        self.lane = Prefill(
-            self, Guard(True, 8, Snapshot()), on_begin=self.begin, on_chunk=self.chunk, on_mark=self.mark
-        )
+        self.lane = self.make_lane()
+
+    def make_lane(self, **options):
+        return Lane(
+            self, Guard(True, 8, Snapshot()), on_begin=self.begin, on_chunk=self.chunk, on_mark=self.mark,
+            clock=self.clock, **options,
+        )  # fmt: skip
 
     def begin(self, one):
         self.read[one.seq], marks = self.begins.get(one.seq, (0, []))
@@ -62,14 +68,12 @@ class Bench:
         self.lane.insert(row(seq, [5] * length, **options))
 
     def run(self, budget=None, enough=1000, patience=None):
-        return [one.seq for one in self.lane.run(budget, lambda one: True, enough, patience)]
+        return [one.seq for one in self.lane.run(budget, enough, patience)]
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr(module, "perf_counter", made)
-    return made
+def clock():
+    return Clock()
 
 
 @pytest.fixture
@@ -118,14 +122,11 @@ def test_chunks_end_exactly_at_the_marks_whatever_order_they_come_in(bench):
 )
 def test_every_token_is_read_once_and_every_mark_within_is_hit(length, held, marks, budget):
     held = min(held, length - 1)
-    with pytest.MonkeyPatch.context() as patch:
-        clock = Clock()
-        patch.setattr(module, "perf_counter", clock)
-        bench = Bench(clock, lambda tokens, position: 2 * MS + tokens * MS / 4)
-        bench.begins = {0: (held, marks)}
-        bench.insert(0, length)
-        while not bench.run(budget):
-            pass
+    bench = Bench(Clock(), lambda tokens, position: 2 * MS + tokens * MS / 4)
+    bench.begins = {0: (held, marks)}
+    bench.insert(0, length)
+    while not bench.run(budget):
+        pass
     assert bench.read[0] == length - 1
     assert bench.marks == [(0, mark) for mark in sorted(set(marks)) if held < mark < length]
     stops = [held, *(mark for _, mark in bench.marks), length - 1]
@@ -180,7 +181,7 @@ class Together(Bench):
     def __init__(self, clock, cost, monkeypatch, new=0.0):
         super().__init__(clock, lambda tokens, position: 0.0)
         self.share, self.new, self.known = cost, new, set()
-        self.lane._cohorts = Cohorts("padded")
+        self.lane = self.make_lane(cohorts=Cohorts("padded"))
         monkeypatch.setattr(module, "read_together", self.read_together)
 
     def __call__(self, inputs, cache=None):
@@ -263,10 +264,7 @@ def test_without_running_rows_there_is_no_budget_and_a_prompt_is_read_in_the_lar
 
 @pytest.mark.parametrize(("room", "largest"), [(10**9, 2048), (2048, 2048), (1500, 1024), (64, 64), (0, 64)])
 def test_a_chunk_is_no_longer_than_memory_has_room_for_and_every_prompt_is_read(bench, room, largest):
-    bench.lane = Prefill(
-        bench, Guard(True, 8, Snapshot()), on_begin=bench.begin, on_chunk=bench.chunk, on_mark=bench.mark,
-        most=lambda held: room,
-    )  # fmt: skip
+    bench.lane = bench.make_lane(most=lambda: room)
     bench.insert(0, 8193)
     assert bench.run() == [0]
     assert {size for _, size in bench.chunks} == {largest}
@@ -368,13 +366,16 @@ def test_a_complete_prompt_waits_for_longer_ones_only_as_long_as_running_rows_wo
 
 
 def test_rows_that_are_not_ready_stay_and_do_not_hold_others_up(bench):
-    for seq in range(12):
+    for seq in range(6):
+        bench.insert(seq, 60, grammar=answer({"type": "boolean"}))
+    for seq in range(6, 12):
         bench.insert(seq, 60)
-    ready = lambda one: one.seq >= 6  # noqa: E731
-    assert [one.seq for one in bench.lane.run(10.0, ready, 4)] == [6, 7, 8, 9]
-    assert [one.seq for one in bench.lane.run(10.0, ready, 4)] == [10, 11]
-    assert bench.lane.run(10.0, ready, 4) == []
+    assert bench.run(10.0, 4) == [6, 7, 8, 9]
+    assert bench.run(10.0, 4) == [10, 11]
+    assert bench.run(10.0, 4) == []
     assert len(bench.lane) == 6
+    for one in bench.lane.rows.values():
+        one.constraint = one.constraint or object()  # its grammar is compiled
     assert len(bench.run()) == 6
 
 
@@ -382,8 +383,8 @@ def test_a_cancelled_prompt_leaves_at_once_read_or_not(bench):
     bench.insert(0, 5000)
     bench.insert(1, 5000)
     bench.run(budget=0.05)
-    assert bench.lane.remove(0).seq == 0
-    assert bench.lane.remove(0) is None
+    for _ in range(2):
+        bench.lane.remove(0)
     assert bench.run() == [1]
 
 
@@ -397,9 +398,9 @@ def test_a_failed_chunk_names_its_row_and_loses_no_other(clock):
     bench.insert(0, 40)
     bench.insert(1, 78)
     bench.insert(2, 400)
-    with pytest.raises(ChunkFailed) as caught:
+    with pytest.raises(OperationFailed) as caught:
         bench.run()
-    assert [one.seq for one in caught.value.rows] == [1]
+    assert caught.value.seqs == (1,)
     assert str(caught.value.__cause__) == "boom"
     bench.lane.remove(1)
     assert sorted(bench.run()) == [0, 2]
@@ -411,13 +412,7 @@ def lane(rig, **callbacks):
         one.caches = make_prompt_cache(rig.raw)
         return 0, callbacks.get("marks", [])
 
-    return Prefill(
-        rig.raw,
-        rig.guard,
-        on_begin=begin,
-        on_chunk=lambda *_: None,
-        on_mark=callbacks.get("on_mark", lambda *_: None),
-    )
+    return Lane(rig.raw, rig.guard, on_begin=begin, on_mark=callbacks.get("on_mark", lambda *_: None))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
@@ -430,7 +425,7 @@ def test_text_after_chunks_and_marks_is_that_of_one_whole_read(family):
     reading.insert(one)
     rows = []
     while not rows:
-        rows = reading.run(1e-6, lambda r: True, 1)
+        rows = reading.run(1e-6, 1)
     batch = rig.batch()
     batch.join(rows)
     rig.run(batch)
@@ -444,7 +439,7 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_across_chunks(alternative
     one = row(0, prompt(200), max_tokens=1, prompt_logprobs=True, logprobs=alternatives)
     reading = lane(rig)
     reading.insert(one)
-    while not reading.run(1e-6, lambda r: True, 1):
+    while not reading.run(1e-6, 1):
         pass
     logits = np.float64(np.array(rig.raw(mx.array([one.tokens[:-1]]))[0]))
     plain = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
@@ -461,5 +456,5 @@ def test_a_resumed_row_does_not_score_what_was_scored_before():
     one = row(0, prompt(50), max_tokens=9, prompt_logprobs=True, generated=[7, 8])
     reading = lane(rig)
     reading.insert(one)
-    assert reading.run(None, lambda r: True, 1) == [one]
+    assert reading.run(None, 1) == [one]
     assert one.prompt_scores == []

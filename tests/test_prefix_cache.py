@@ -6,11 +6,11 @@ import pytest
 from driving import Rig, prompt, row
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lanes import Lane
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, make_prompt_cache
 
 from server.cache_guard import cache_arrays, pinned_bytes
 from server.messages import Snapshot
-from server.prefill import Prefill
 from server.prefix_cache import MOST_ENTRIES, WORTH_KEEPING, PrefixCache, can_trim, shared_ids
 
 FAMILIES = ["llama", "gemma3_text", "qwen3_5"]
@@ -24,7 +24,7 @@ class Served:
     def __init__(self, rig, budget=AMPLE):
         self.rig, self.snapshot = rig, Snapshot()
         self.prefix = PrefixCache(budget, self.snapshot)
-        self.lane = Prefill(rig.raw, rig.guard, on_begin=self._begin, on_chunk=lambda *_: None, on_mark=self._mark)
+        self.lane = Lane(rig.raw, rig.guard, on_begin=self._begin, on_mark=self._mark)
         self.seq = 0
 
     def _begin(self, one):
@@ -41,7 +41,7 @@ class Served:
         one = row(self.seq, tokens, max_tokens=max_tokens, marks=list(marks))
         self.lane.insert(one)
         batch = self.rig.batch()
-        batch.join(self.lane.run(None, lambda _: True, 1))
+        batch.join(self.lane.run(None, 1))
         while len(batch):
             self.rig.model.rows = list(batch.seqs)
             news = batch.step()
@@ -154,7 +154,7 @@ def test_rows_that_start_from_one_entry_do_not_disturb_each_other():
         served.lane.insert(one)
     before = fingerprints(served.prefix)
     batch = rig.batch()
-    batch.join(served.lane.run(None, lambda _: True, 10))
+    batch.join(served.lane.run(None, 10))
     assert [one.cached for one in rows] == [50, 50, 50]
     rig.run(batch)
     for one in rows:
