@@ -22,7 +22,7 @@ from server.api import generic_tools
 from server.tokenizer import Tokenizer
 
 FOLDER = harness.ROOT / "build" / "tokenizers"
-LENGTH, DRAWN, LONGEST = 2, 80, 8  # blocks of the conversations that are all tried; how many others; their blocks
+LENGTH, LONGEST = 2, 8  # blocks of the conversations that are all tried, and of those that are drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="try only these packages")
     parser.add_argument("--tokenizers", type=Path, default=FOLDER, help="where the packages lie")
     parser.add_argument("--templates", type=Path, metavar="FOLDER", help="try the templates in this folder, too")
+    parser.add_argument("--drawn", type=int, default=80, help="how many longer conversations are tried")
     asked = parser.parse_args(arguments)
     subjects = [subject for subject in SUBJECTS if not asked.only or subject.package in asked.only]
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
         for name, tokenizer, typed in loaded(subjects, asked.tokenizers, asked.templates, Path(folder)):
-            found = list(faults(tokenizer, typed))
+            found = list(faults(tokenizer, typed, asked.drawn))
             bad += bool(found)
             print(f"{name}: {len(found)} faults" if found else f"{name}: all holds", flush=True)
             print("".join(f"    {fault}\n" for fault in found[:5]), end="")
@@ -96,8 +97,8 @@ def load(subject: Subject, tokenizers: Path, template: str, folder: Path) -> Tok
     return generic_tools.with_format(Tokenizer.load(folder / "model", trust_remote_code=False))
 
 
-def faults(tokenizer: Tokenizer, typed: str) -> Iterator[str]:
-    rows = [*conversations.every(LENGTH), *conversations.some(DRAWN, LONGEST, seed=1)]
+def faults(tokenizer: Tokenizer, typed: str, drawn: int) -> Iterator[str]:
+    rows = [*conversations.every(LENGTH), *conversations.some(drawn, LONGEST, seed=1)]
     for letters in rows:
         for offers in (True, False):
             if found := conversations.fault(tokenizer, letters, offers=offers, typed=typed):

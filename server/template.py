@@ -82,7 +82,8 @@ class ChatTemplate:
             return self._render([_formed(m, form) for m in history], tools=given, **mode, **extra)
 
         text, form = _first(attempt, _forms(said))
-        other = _probe(attempt, form, said)
+        [alone] = fit(messages[-1:], Abilities(), self._shield)
+        other = _probe(attempt, form, said, alone["content"])
         start = common_prefix(text, other) if other else 0
         rest = common_prefix(text[start:][::-1], other[start:][::-1]) if other else len(text)
         return self._read(text, start, len(text) - rest, continuing)
@@ -168,11 +169,15 @@ def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str
     raise InvalidValue(f"the model's chat template refuses these messages: {refusal}", param="messages")
 
 
-def _probe(attempt: Callable[[Form, list[Message]], str], form: Form, said: list[Message]) -> str:
-    """The same prompt with another last message, so that what differs is that message's content; "" if it can't be
-    told so."""
+def _probe(attempt: Callable[[Form, list[Message]], str], form: Form, said: list[Message], tail: str) -> str:
+    """The same prompt with something else in place of its `tail`, so that what differs is where that stands; "" if it
+    can't be told so."""
+    last, content = said[-1], said[-1]["content"]
+    text = content[0]["text"] if isinstance(content, list) else content
+    other = text.removesuffix(tail) + PROBE
+    changed = last | {"content": [{"type": "text", "text": other}] if isinstance(content, list) else other}
     try:
-        text = attempt(form, [*said[:-1], said[-1] | {"content": PROBE}])
+        text = attempt(form, [*said[:-1], changed])
     except Exception:  # a template may look into contents; then there is just no mark
         return ""
     return text if PROBE in text else ""

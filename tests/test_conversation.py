@@ -194,6 +194,14 @@ def test_thoughts_of_turns_that_become_one_stay_and_are_said_once(tmp_path: Path
     assert "assistant\nso\n\nthen;a\n\nb<|im_end|>" in shown(tokenizer, history)
 
 
+@pytest.mark.parametrize("name", ["strict", "prefixed", "bracketed", "parted"])
+def test_conversations_with_the_same_instructions_share_them(loaded: dict[str, Tokenizer], name: str) -> None:
+    tokenizer, words = loaded[name], S("You are a helpful assistant that looks at the moon.")
+    one, two = (tokenizer.chat([words, U(text)]) for text in ("first", "another question"))
+    assert one.ids[: one.marks[0]] == two.ids[: two.marks[0]]
+    assert words["content"] in tokenizer.decode(one.ids[: one.marks[0]], special=True)
+
+
 def test_what_a_client_got_wrong_is_told_in_the_templates_words(loaded: dict[str, Tokenizer]) -> None:
     with pytest.raises(InvalidValue, match="roles must alternate"):
         loaded["counting"].chat([U("q"), calls("c1"), U("no result")])
@@ -205,7 +213,7 @@ def test_the_run_over_real_templates_finds_what_a_template_hides(
 ) -> None:
     files = tmp_path / "tokenizers" / "qwen3" / "package" / "models"
     small.write(files, small.byte_level, small_templates.EASY, eos_token="<|im_end|>")
-    asked = ["--tokenizers", str(tmp_path / "tokenizers"), "--only", "qwen3", "gemma2"]
+    asked = ["--tokenizers", str(tmp_path / "tokenizers"), "--only", "qwen3", "gemma2", "--drawn", "9"]
     assert real_templates.main(asked) == 0
     told = capsys.readouterr().out
     assert "qwen3: all holds" in told
@@ -222,12 +230,12 @@ def test_the_run_over_real_templates_finds_what_a_template_hides(
 async def test_agents_get_an_answer_from_every_template(loaded: dict[str, Tokenizer], name: str) -> None:
     tokenizer = loaded[name]
     fake = engine(say=says("fine", tokens=tokenizer))
-    histories = ["U", "SU", "VSU", "UU", "UDTT", "UDTTA", "UCTU", "UBTAU", "USAU", "AU", "S", "UCTSA", "UASU"]
+    alike = ["U", "SU", "VSU", "UU", "AU", "S"]
+    histories = [(letters, offers) for letters in alike for offers in (True, False)]
+    histories += [(letters, True) for letters in ("UDTT", "UCTU", "UBTAU", "UCTSA", "UASU")]
     async with run_server(fake, tokens=tokenizer) as site:
-        for letters in histories:
-            for offers in (True, False):
-                asked = conversations.conversation(letters, offers=offers)
-                await _answered(site, asked, letters)
+        for letters, offers in histories:
+            await _answered(site, conversations.conversation(letters, offers=offers), letters)
 
 
 async def _answered(site: Site, asked: conversations.Conversation, letters: str) -> None:
