@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server import open_files
+from server import generation_config, open_files, template_files
 from server.encoding import PROBE, Encoder
 from server.errors import StartupError, one_line
 from server.markers import markers, samples
@@ -23,7 +23,6 @@ from server.template_source import literals, variables
 from server.turn import Message
 from server.vocabulary import Vocabulary
 
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _WORTH_A_MARK = 16  # a shorter prefix is read again sooner than it is found
@@ -104,7 +103,7 @@ class Tokenizer:
         self.has_template: bool = wrapper.has_chat_template
         self._template = _template(wrapper, self._encoder, self.think)
         self.able = self._template.able
-        self.defaults = _defaults(generation)
+        self.defaults = generation_config.defaults(generation)
         self.context = _context(config, self._hf)
         named = [*_ids(config), *_ids(generation), *wrapper.eos_token_ids, *self._chat_end()]
         self.eos_ids = frozenset(token for token in named if token >= 0)
@@ -121,8 +120,11 @@ class Tokenizer:
         config, generation, own = (
             _json(path / f"{name}.json") for name in ("config", "generation_config", "tokenizer_config")
         )
+        extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         try:
-            return cls(load_tokenizer(path, {"trust_remote_code": trust_remote_code}), config, generation, own)
+            if (template := template_files.chat_template(path, own)) is not None:
+                extra["chat_template"] = template
+            return cls(load_tokenizer(path, extra), config, generation, own)
         except Exception as error:  # foreign files and foreign code
             raise StartupError(f"the tokenizer in {path} can't be loaded: {one_line(error)}") from error
 
@@ -226,7 +228,7 @@ def _template(wrapper: Any, encoder: Encoder, think: tuple[str, str] | None) -> 
         return ChatTemplate(None, frozenset(), encoder.shield, think)
     sources = _sources(wrapper)
     # Templates that are Python code know one switch, which mlx-lm translates.
-    names = variables(sources[0]) if sources else frozenset({"enable_thinking"})
+    names = frozenset[str]().union(*map(variables, sources)) if sources else frozenset({"enable_thinking"})
     return ChatTemplate(_renderer(wrapper), names, encoder.shield, think)
 
 
@@ -256,16 +258,12 @@ def _markers(wrapper: Any) -> frozenset[int]:
     return markers(added, texts)
 
 
-def _defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    numbers = ((name, generation.get(name)) for name in DEFAULTS)
-    return {name: value for name, value in numbers if isinstance(value, int | float) and value >= 0}
-
-
 def _ids(config: Mapping[str, Any]) -> list[int]:
     found: list[int] = []
     for part in (config, *(config.get(name) or {} for name in _TEXT_CONFIGS)):
         value = part.get("eos_token_id")
-        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+        named = value if isinstance(value, list) else [value]
+        found += [token for token in named if isinstance(token, int) and not isinstance(token, bool)]
     return found
 
 
