@@ -43,7 +43,7 @@ from server.together import Shared, kept, read_together, taken_apart
 
 
 class Executor:
-    """Owned by the loop, which hands `rows` to it and changes who is in them."""
+    """Owned by the loop, which puts rows in and takes them out; `rows` is by their numbers."""
 
     def __init__(
         self, model: Model, guard: Guard, prefix: PrefixCache, rows: dict[int, Row], laps: Laps | None = None
@@ -52,7 +52,7 @@ class Executor:
         self._model = model
         self._guard = guard
         self._prefix = prefix
-        self._rows = rows
+        self.rows = rows
         self._laps = laps
         self.batches: dict[int, Batch] = {}
         self._verbs = {
@@ -102,11 +102,11 @@ class Executor:
         self._prefix.clear()
 
     def _picked(self, seqs: Seqs) -> list[Row]:
-        return [self._rows[seq] for seq in seqs]
+        return [self.rows[seq] for seq in seqs]
 
     # ------------------------------------------------------------ prompts
     def _begin(self, operation: Begin) -> int:
-        row = self._rows[operation.seq]
+        row = self.rows[operation.seq]
         found = None
         if not row.sequence.prompt_logprobs:
             found = self._prefix.lookup(row.tokens)
@@ -121,7 +121,7 @@ class Executor:
             self._read_together(operation)
 
     def _read_alone(self, seq: int, size: int) -> None:
-        row = self._rows[seq]
+        row = self.rows[seq]
         tokens = row.tokens[row.read : row.read + size + 1]
         logits = self._model(mx.array([tokens[:-1]]), cache=row.caches)
         if row.sequence.prompt_logprobs and not row.produced:
@@ -154,11 +154,11 @@ class Executor:
                 rows[i].shared = shared
 
     def _keep_prompt(self, operation: KeepPrompt) -> None:
-        row = self._rows[operation.seq]
+        row = self.rows[operation.seq]
         self._prefix.insert_copy(row.tokens[: operation.length], row.single())
 
     def _keep_read(self, operation: KeepRead) -> None:
-        row = self._rows[operation.seq]
+        row = self.rows[operation.seq]
         self._prefix.insert(row.tokens[: operation.length], row.single())
 
     def _detach(self, operation: Detach) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from time import perf_counter
@@ -93,18 +94,21 @@ class Loop:
         loaded: Loaded,
         residency: Residency,
         faults: Faults,
+        executor: Executor | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
+        """Without an `executor` the plans are carried out on this process's device."""
         guard = Guard(settings.guard, settings.census_steps, snapshot)
-        watch = Stopwatch()
+        watch = Stopwatch(clock)
         snapshot.step_seconds = watch.seconds
         prefix = PrefixCache(settings.prefix_cache, snapshot)
         self._seam = seam
         self._vocabulary = loaded.probe.vocab_size
         self._budget = settings.prefill_stall_ms / 1000 * BUDGET_SHARE
-        self.rows: dict[int, Row] = {}
+        executor = executor or Executor(loaded.model, guard, prefix, {}, watch)
+        self.rows = executor.rows
         self._sharing = Sharing(prefix, make_prompt_cache(loaded.model), loaded.row_bytes)
         self._prefill = Prefill(self._sharing, Cohorts(loaded.probe.reads, self._sharing.waits), loaded.longest_chunk)
-        executor = Executor(loaded.model, guard, prefix, self.rows, watch)
         self._groups = Groups(executor.batches, loaded, settings.long_group_interval)
         self.runner = Runner(executor, self.rows, watch, pulse, snapshot, faults, residency)
         self._outbox = Outbox(seam, start.epoch, snapshot, watch)

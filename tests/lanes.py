@@ -10,7 +10,27 @@ from server.cohort import Cohorts
 from server.executor import Executor
 from server.groups import Groups
 from server.messages import LARGEST_CHUNK, Snapshot
-from server.plan import Abandon, Begin, Join, KeepPrompt, KeepRow, Leave, Read, Result, Split, Step, follow
+from server.plan import (
+    Abandon,
+    Begin,
+    Census,
+    ClearPool,
+    Detach,
+    EvictPrefixes,
+    Flush,
+    Join,
+    KeepPrompt,
+    KeepRead,
+    KeepRow,
+    Leave,
+    OperationFailed,
+    Read,
+    Result,
+    Split,
+    Step,
+    Tell,
+    follow,
+)
 from server.prefill import Prefill, Turn
 from server.prefix_cache import PrefixCache
 
@@ -79,16 +99,41 @@ class Lane:
 class Scripted:
     """An executor of batches that `make()` makes. It has no arrays where they have none."""
 
-    def __init__(self, make):
-        self._make = make
+    def __init__(self, make, fails=()):
+        """`fails`: operations that fail, each once."""
+        self._make, self._fails = make, list(fails)
         self.rows, self.batches, self.plan, self.kept = {}, {}, [], []
 
     def run(self, operation):
+        """Its outcome."""
         self.plan.append(operation)
-        return Result(self._outcome(operation))
+        if operation in self._fails:
+            self._fails.remove(operation)
+            seqs = getattr(operation, "seqs", None) or tuple(self.batches[operation.batch].seqs)
+            raise OperationFailed(operation, seqs)
+        return self._outcome(operation)
+
+    def do(self, operation):
+        return Result(self.run(operation))
+
+    def caches(self):
+        return []
+
+    def close(self):
+        self.batches.clear()
 
     def _outcome(self, operation):
+        if isinstance(operation, Begin):
+            return 0
+        if isinstance(operation, Read):
+            for seq, size in operation.parts:
+                assert size <= len(self.rows[seq].tokens) - 1 - self.rows[seq].read
+                self.rows[seq].read += size
+            return None
+        if isinstance(operation, KeepPrompt | KeepRead | Detach | Flush | EvictPrefixes | Census | ClearPool):
+            return 0
         if isinstance(operation, Join):
+            assert all(self.rows[seq].is_read or self.rows[seq].produced for seq in operation.seqs)
             batch = self.batches.setdefault(operation.batch, None) or self._make()
             self.batches[operation.batch] = batch
             batch.join([self.rows[seq] for seq in operation.seqs])
@@ -106,6 +151,8 @@ class Scripted:
             self.batches.pop(operation.batch).abandon()
         elif isinstance(operation, Step):
             return batch.step()
+        elif isinstance(operation, Tell):
+            return batch.tell()
         return None
 
 
@@ -128,14 +175,14 @@ class Gathering:
 
     def join(self, rows):
         self.executor.rows |= {one.seq: one for one in rows}
-        follow(self.groups.join(rows), self.executor.run)
+        follow(self.groups.join(rows), self.executor.do)
 
     def leave(self, rows, keep=None):
-        follow(self.groups.leave([one.seq for one in rows], keep), self.executor.run)
+        follow(self.groups.leave([one.seq for one in rows], keep), self.executor.do)
 
     def due(self):
         """The batches to step."""
-        return [self.executor.batches[number] for number in follow(self.groups.due(), self.executor.run)]
+        return [self.executor.batches[number] for number in follow(self.groups.due(), self.executor.do)]
 
     def number(self, batch):
         return next(number for number, one in self.executor.batches.items() if one is batch)
@@ -149,6 +196,6 @@ class Gathering:
     def step(self, batch):
         number = self.number(batch)
         started = self._clock()
-        news = self.executor.run(Step(number)).outcome
+        news = self.executor.run(Step(number))
         self.groups.note(number, self._clock() - started)
         return news
