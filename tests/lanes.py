@@ -99,9 +99,9 @@ class Lane:
 class Scripted:
     """An executor of batches that `make()` makes. It has no arrays where they have none."""
 
-    def __init__(self, make, fails=()):
-        """`fails`: operations that fail, each once."""
-        self._make, self._fails = make, list(fails)
+    def __init__(self, make, fails=(), *, reads=False):
+        """`fails`: operations that fail, each once; `reads`: rows must have been read before they join."""
+        self._make, self._fails, self._reads = make, list(fails), reads
         self.rows, self.batches, self.plan, self.kept = {}, {}, [], []
 
     def run(self, operation):
@@ -133,7 +133,7 @@ class Scripted:
         if isinstance(operation, KeepPrompt | KeepRead | Detach | Flush | EvictPrefixes | Census | ClearPool):
             return 0
         if isinstance(operation, Join):
-            assert all(self.rows[seq].is_read or self.rows[seq].produced for seq in operation.seqs)
+            assert not self._reads or all(self.rows[seq].is_read or self.rows[seq].produced for seq in operation.seqs)
             batch = self.batches.setdefault(operation.batch, None) or self._make()
             self.batches[operation.batch] = batch
             batch.join([self.rows[seq] for seq in operation.seqs])

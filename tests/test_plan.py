@@ -89,7 +89,7 @@ class Engine:
 
     def __init__(self, *, fails=(), each=1, group_bytes=10**9, **options):
         self.inbox, self.sent = [], []
-        self.executor = Scripted(CountingBatch, fails)
+        self.executor = Scripted(CountingBatch, fails, reads=True)
         self.acts = []
         probe = Probe(2048, "batched", [LayerCost(0, each, 256, 0)], 0, group_bytes, "alone")
         pulse = SimpleNamespace(count=0)
