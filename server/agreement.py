@@ -29,6 +29,10 @@ from server.rows import Row
 LENGTHS = (5, 19, 40)  # prompts of the rows
 APART = 6  # steps between two joins
 TOKENS = 40
+ROUNDS = 2
+STEPS = (
+    ROUNDS * 2 * len(LENGTHS) * TOKENS / 2
+)  # what it costs, in steps of a few rows: alone, together and read at once
 NOISE_FACTOR = 16  # how much further the paths may be apart than reading at once and token by token are
 SPREAD_SHARE = 2e-3  # or than this share of the logits' own spread, where those two hardly differ
 
@@ -58,7 +62,7 @@ class _Ear:
         return taken
 
 
-def compare(loaded: Loaded, rounds: int = 2) -> Agreement:
+def compare(loaded: Loaded, rounds: int = ROUNDS) -> Agreement:
     """`rounds` times three rows."""
     streams = parted = unexplained = 0
     distance = rounding = 0.0

@@ -28,7 +28,7 @@ GRAPHS = "graph leaves"  # what is counted where there is no live-buffer count
 class Order:
     """What is to be certified, and how."""
 
-    path: str  # the model's folder
+    path: str  # the model's folder; empty for the demonstration
     tokens: int | None = None
     rows: int = ROWS
     buffer_limit: int | None = None
@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     absent = argparse.SUPPRESS
     parser.add_argument(
         "model", nargs="?", default=absent, help="MLX model folder or hub id; absent: the starter model"
+    )
+    parser.add_argument(
+        "--demo", action="store_true", help="a tiny model of a family that leaks in mlx-lm, made on the spot: a minute"
     )
     parser.add_argument(
         "--tokens",
@@ -76,11 +79,11 @@ def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in SETTINGS if name in options}
 
 
-def order(path: Path, options: Mapping[str, Any]) -> Order:
-    """`options` as `add_arguments` gives them, the model being the one in the folder `path`."""
+def order(path: Path | None, options: Mapping[str, Any]) -> Order:
+    """`options` as `add_arguments` gives them, the model being the one in the folder `path`, or the demonstration's."""
     cache_dir = options.get("cache_dir")
     return Order(
-        path=str(path),
+        path=str(path or ""),
         tokens=options["tokens"],
         rows=options["rows"],
         buffer_limit=options["buffer_limit"],
@@ -216,7 +219,7 @@ def _death_in_words(one: Certificate) -> str:
     if death is None or rate is None:
         return "can't be said: no live-buffer count" if one.source == GRAPHS else "can't be said"
     if death.token is None:
-        return "none: the count is flat in mlx-lm too"
+        return "none: the count is flat in mlx-lm too (`marathon certify --demo` shows a family where it rises)"
     words = f"at token {death.token:,.0f} = ({death.limit:,} − {death.baseline:,.0f}) / {rate:.3f}"
     if death.deviation is None or death.reached is None:
         return words

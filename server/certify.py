@@ -11,7 +11,10 @@ import json
 import math
 import platform
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,7 +22,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 import server
-from server import agreement, device, metal, model, native
+from server import agreement, demonstration, device, metal, model, native
 from server.allocator import Unavailable
 from server.cache_folder import COUNTERS, cache_folder
 from server.certificate import FEWEST, FLAT, SHARE, TOKENS, Agreement, Arm, Certificate, Death, Order, to_json, to_text
@@ -36,22 +39,70 @@ EXIT_FAILED, EXIT_UNABLE = 1, 2
 Tell = Callable[[str], None]
 
 
+class Progress:
+    """What has been played of all that is to be, and how long the rest will take at that speed."""
+
+    def __init__(self, tell: Tell, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tell, self._clock = tell, clock
+        self._began = clock()
+        self._parts: list[float] = []
+        self._ended = 0  # parts
+        self._now = 0.0
+
+    def expect(self, *parts: float) -> None:
+        """The sizes of the parts, in steps. The time runs from now."""
+        self._began, self._parts = self._clock(), list(parts)
+
+    def end_part(self) -> None:
+        """The next begins."""
+        self._ended, self._now = self._ended + 1, 0.0
+
+    def at(self, steps: float, line: str) -> None:
+        """A part has come so far."""
+        self._now = steps
+        self._tell(f"{line}{self._left()}")
+
+    def _left(self) -> str:
+        done = sum(self._parts[: self._ended]) + self._now
+        if not done:
+            return ""
+        seconds = (self._clock() - self._began) / done * (sum(self._parts) - done)
+        if seconds < 1:
+            return ""
+        return f"; about {seconds / 60:.0f} min left" if seconds >= 90 else f"; about {seconds:.0f} s left"
+
+
 # ---------------------------------------------------------------- playing
 def certify(order: Order, tell: Tell) -> Certificate:
     """Raises StartupError when the model can't be loaded."""
+    if order.path:
+        return _certify(order, tell)
+    with tempfile.TemporaryDirectory() as folder:
+        path = demonstration.write(Path(folder))
+        tokens, limit = order.tokens or demonstration.TOKENS, order.buffer_limit or demonstration.LIMIT
+        return _certify(replace(order, path=str(path), tokens=tokens, buffer_limit=limit), tell)
+
+
+def _certify(order: Order, tell: Tell) -> Certificate:
     source = open_source(order)
     loaded = model.load(Path(order.path), trust_remote_code=order.trust_remote_code, probe=None, on_stage=tell)
     plan = Plan(order.tokens or _affordable(loaded, order.rows), order.rows, min(loaded.probe.vocab_size, 5000))
-    guarded = play(plan, loaded, _gauge(source, "marathon", plan, tell))
-    off = play(plan, loaded, _gauge(source, "marathon, guard off", plan, tell), guard=False)
-    other, death = _to_the_end(plan, loaded, source, order, tell)
+    progress = Progress(tell)
+    progress.expect(*[plan.steps] * 3, agreement.STEPS if loaded.batches else 0)
+    progress.at(0, f"three runs of {plan.steps:,} tokens")
+    guarded = play(plan, loaded, _gauge(source, "marathon", plan, progress))
+    progress.end_part()
+    off = play(plan, loaded, _gauge(source, "marathon, guard off", plan, progress), guard=False)
+    progress.end_part()
+    other, death = _to_the_end(plan, loaded, source, order, progress)
+    progress.end_part()
     arms = {
         "guarded": _arm("Marathon", guarded),
         "unguarded": _arm("Marathon, guard off", off),
         "mlx_lm": _arm("mlx-lm's BatchGenerator", other, plan.steps),
     }
     if loaded.batches:
-        tell("together and alone")
+        progress.at(0, "rows together and alone")
     agreed = agreement.compare(loaded) if loaded.batches else None
     changed = sum(off.texts.get(number) != text for number, text in guarded.texts.items())
     return Certificate(
@@ -95,15 +146,19 @@ def versions() -> dict[str, str]:
     return {"marathon": server.__version__, **packages, "python": platform.python_version()}
 
 
-def _gauge(source: Source, name: str, plan: Plan, tell: Tell) -> Gauge:
+def _gauge(source: Source, name: str, plan: Plan, progress: Progress) -> Gauge:
     def report(run: Run) -> None:
         newest = run.readings[-1]
-        tell(f"{name}: {newest.step:,} of {plan.steps:,} tokens, {newest.buffers:,} buffers")
+        of = f" of {plan.steps:,}" if newest.step <= plan.steps else ""  # beyond the plan, up to the limit of buffers
+        line = f"{name}: {newest.step:,}{of} tokens, {newest.buffers:,} buffers"
+        progress.at(min(newest.step, plan.steps), line)
 
     return Gauge(source, report)
 
 
-def _to_the_end(plan: Plan, loaded: Loaded, source: Source, order: Order, tell: Tell) -> tuple[Run, Death | None]:
+def _to_the_end(
+    plan: Plan, loaded: Loaded, source: Source, order: Order, progress: Progress
+) -> tuple[Run, Death | None]:
     """mlx-lm's run; on to the limit if one was given and the count rises."""
     limit, wanted = source.limit, order.buffer_limit is not None
 
@@ -115,7 +170,7 @@ def _to_the_end(plan: Plan, loaded: Loaded, source: Source, order: Order, tell: 
             return True
         return run.readings[-1].buffers >= death.limit or run.step > BEYOND * death.token
 
-    run = play_mlx_lm(plan, loaded, _gauge(source, "mlx-lm", plan, tell), ended)
+    run = play_mlx_lm(plan, loaded, _gauge(source, "mlx-lm", plan, progress), ended)
     return run, _death(run, plan.steps, limit)
 
 

@@ -163,9 +163,12 @@ def certify(options: dict[str, Any]) -> int:
     """The exit code: 1 when the model doesn't pass."""
     from server.locate import locate
 
+    if options["demo"] and "model" in options:
+        raise StartupError("--demo brings its own model; leave out either")
     settings = load(certificate.settings_of(options))
     logs.configure()
-    return certificate.run(certificate.order(locate(settings).path, options)).returncode
+    path = None if options["demo"] else locate(settings).path
+    return certificate.run(certificate.order(path, options)).returncode
 
 
 def run(command: str, sources: Sources) -> None:

@@ -3,11 +3,13 @@
 import argparse
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from server import agreement, certificate, certify, model, native
+from server import agreement, certificate, certify, cli, demonstration, model, native
 from server.allocator import Unavailable
 from server.certificate import Agreement, Arm, Certificate, Death, Order
 
@@ -54,6 +56,54 @@ def test_a_leaking_family_passes_and_its_death_elsewhere_comes_when_it_was_foret
     assert found["agreement"]["holds"] is True
     assert found["guard_changed"] == 0
     assert "mlx-lm: 295 of 300 tokens" in said
+
+
+def test_the_demonstration_is_made_on_the_spot_and_goes_on_to_the_end(monkeypatch):
+    def seen(order, tell):
+        loaded = model.load(Path(order.path), trust_remote_code=False, probe=None, on_stage=tell)
+        return order, loaded.config["model_type"], loaded.probe.batching
+
+    monkeypatch.setattr(certify, "_certify", seen)
+    found: Any = certify.certify(Order(path=""), lambda line: None)
+    order, family, batching = found
+    assert (family, batching) == ("smollm3", "batched")
+    assert (order.tokens, order.buffer_limit) == (demonstration.TOKENS, demonstration.LIMIT)
+    assert not Path(order.path).exists()
+    found = certify.certify(Order(path="", tokens=400, buffer_limit=9), lambda line: None)
+    assert (found[0].tokens, found[0].buffer_limit) == (400, 9)
+
+
+def test_the_demonstration_and_a_model_are_one_too_many(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["certify", "--demo", "some/model"])
+    assert ended.value.code == 2
+    assert "--demo" in capsys.readouterr().err
+
+
+def test_how_long_it_will_take_follows_from_what_has_been_done():
+    said, now = [], [0.0]
+    progress = certify.Progress(said.append, clock=lambda: now[0])
+    progress.at(0, "loading")
+    progress.expect(100, 100, 50)
+    progress.at(0, "begun")
+    now[0] = 20.0
+    progress.at(50, "first")
+    now[0] = 40.0
+    progress.at(100, "first")
+    progress.end_part()
+    now[0] = 60.0
+    progress.at(50, "second")
+    progress.end_part()
+    assert said == [
+        "loading",
+        "begun",
+        "first; about 80 s left",
+        "first; about 60 s left",
+        "second; about 40 s left",
+    ]
+    now[0] = 600.0
+    progress.at(5, "slow")
+    assert said[-1] == "slow; about 2 min left"
 
 
 def test_a_folder_without_a_model_ends_with_one_line(tmp_path):
