@@ -5,9 +5,9 @@ answer, except to bytes that are no request, and never looks into a body.
 
 What uvicorn 0.54's httptools protocol does otherwise, and what is done here instead; each may go once uvicorn does it:
 
-- A client that shuts down its sending side is taken for one that left. Here it gets its answer, unless `Presence` finds
-  that it has left. Where that can't be found out (HTTP/1.0 from another machine, before the answer has begun) it is
-  still taken for one that left.
+- A client that shuts down its sending side is taken for one that left (https://github.com/Kludex/uvicorn/issues/1264).
+  Here it gets its answer, unless `Presence` finds that it has left. Where that can't be found out (HTTP/1.0 from
+  another machine, before the answer has begun) it is still taken for one that left.
 - Bytes that are no HTTP are answered 400 in the middle of an earlier request's answer. Here that answer is finished.
 - A refusal of a body that was announced with `Expect: 100-continue` leaves the connection open, and the client's next
   request would be read as that body.
@@ -78,7 +78,7 @@ class Exchange(RequestResponseCycle):
 class WithoutChunks(Exchange):
     """An answer to an HTTP/1.0 client, which knows no chunks and no interim answers: its body ends with the connection.
 
-    uvicorn 0.54 sends both to everybody; this may go once it doesn't.
+    uvicorn 0.54 sends both to everybody (https://github.com/Kludex/uvicorn/pull/1360); this may go once it doesn't.
     """
 
     async def receive(self) -> Any:
