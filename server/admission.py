@@ -15,8 +15,8 @@ from collections.abc import Iterable
 
 from server import messages
 from server.errors import ContextLengthExceeded, ExceedsMemory
+from server.messages import GROWTH
 
-GROWTH = 256  # positions by which caches grow
 CALM_SECONDS = 10.0  # of calm before a preempted row may come back
 _CLOSED = frozenset({"hold", "rotate"})
 
@@ -34,11 +34,11 @@ class Capacity:
 
     def cost(self, length: int) -> int:
         """Bytes of all caches of a row with `length` positions."""
-        return sum(_bytes(layer, length) * times for layer, times in self._layers.items())
+        return sum(layer.bytes(length) * times for layer, times in self._layers.items())
 
     def largest(self, length: int) -> int:
         """Bytes of its largest cache array: joining and growing copy one at a time."""
-        return max((_bytes(layer, length) for layer in self._layers), default=0)
+        return max((layer.bytes(length) for layer in self._layers), default=0)
 
     def peak(self, unread: int) -> int:
         """Bytes that a prefill chunk needs for a while when so many tokens are yet to be read: the last one, which
@@ -62,11 +62,6 @@ class Capacity:
                 f"A prompt of {len(sequence.prompt)} tokens needs {self.least(length)} bytes, weights included; the "
                 f"memory limit is {self.limit} bytes."
             )
-
-
-def _bytes(layer: messages.LayerCost, length: int) -> int:
-    positions = -(-length // layer.step) * layer.step
-    return layer.constant + layer.per_position * (min(positions, layer.cap) if layer.cap else positions)
 
 
 class Outlook:

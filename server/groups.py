@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import Protocol
 
+from server.messages import GROWTH
 from server.model import Loaded
 from server.plan import Join, KeepRow, Leave, Plan, Split
 from server.rows import Row
 
-REGROUP_STEPS = 256  # iterations between two looks at the grouping; KV grows by as many positions
+REGROUP_STEPS = GROWTH  # iterations between two looks at the grouping; until then no cache grows twice
 WORTH = 0.6  # a grouping must move less than this share of a simpler one's bytes: moving rows copies their KV
 SLOWED = 2.0  # short groups may be slowed by this factor before long ones are stepped less often
 _MEMORY = 0.2

@@ -66,6 +66,7 @@ class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 # ---------------------------------------------------------------- about the model
+GROWTH = 256  # positions by which mlx-lm's caches grow
 LARGEST_CHUNK = 2048  # tokens of a prompt that are read at once
 PLANNED_CHUNK = 256  # those that room is kept free for; with more of it larger chunks are read
 
@@ -76,13 +77,15 @@ class LayerCost(msgspec.Struct, frozen=True, array_like=True):
 
     constant: int
     per_position: int
-    step: int = 256
+    step: int = GROWTH
     cap: int = 0
 
     def bytes(self, length: int) -> int:
         """Bytes at `length` positions."""
         positions = -(-length // self.step) * self.step
-        return self.constant + self.per_position * (min(positions, self.cap) if self.cap else positions)
+        if self.cap:
+            positions = min(positions, self.cap)
+        return self.constant + self.per_position * positions
 
 
 ReadsTogether = Literal["padded", "even", "alone"]

@@ -21,18 +21,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from server import cache_guard, together
+from server import cache_guard, model_config, together
 from server.cache_guard import cache_arrays, parts, pinned_bytes
 from server.errors import StartupError, one_line
-from server.messages import LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
+from server.messages import GROWTH, LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.together import merged, read_together, taken_apart
 from server.trial_results import TrialResults
 from server.weights import only_weights
 
 log = logging.getLogger("marathon.engine")
 
-STEP = 256  # positions by which mlx-lm's caches grow
-_PROBE_LENGTH = 257  # one more than a growth step: tells arrays that grow from arrays that don't
+_PROBE_LENGTH = GROWTH + 1  # one more than a growth step: tells arrays that grow from arrays that don't
 _PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one tells more where there is time for it
 _PEAK_SECONDS = 2.0
 TRIED_OUT_BY = [Path(__file__), Path(cache_guard.__file__), Path(together.__file__)]  # what a trial's result depends on
@@ -104,7 +103,7 @@ def load(
         except Exception as error:
             raise StartupError(f"the model in {path} loads but doesn't run: {one_line(error)}") from error
         mx.clear_cache()
-    return Loaded(model, config, context_length(config), weights, probe)
+    return Loaded(model, config, model_config.context_of(path), weights, probe)
 
 
 def _known_or_tried(
@@ -138,15 +137,6 @@ def _note(error: Exception, doubts: list[Exception] | None) -> None:
     of_mlx = isinstance(error, MemoryError | RuntimeError) and not isinstance(error, NotImplementedError)
     if doubts is not None and of_mlx:
         doubts.append(error)
-
-
-def context_length(config: dict[str, Any]) -> int:
-    """Positions that the model was made for, from its config.json; 32,768 where it doesn't say."""
-    for part in (config, config.get("text_config") or {}):
-        for key in ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions", "model_max_length"):
-            if isinstance(value := part.get(key), int) and value > 0:
-                return value
-    return 32768
 
 
 def quantization(config: dict[str, Any]) -> str:
@@ -283,7 +273,7 @@ def row_cost(model: nn.Module) -> list[LayerCost]:
         if axis is None:
             costs.append(LayerCost(pinned_bytes([before]), 0))  # some models keep a view of something larger
         else:
-            costs.append(LayerCost(0, after.nbytes // after.shape[axis], STEP, cap))
+            costs.append(LayerCost(0, after.nbytes // after.shape[axis], GROWTH, cap))
     return costs
 
 
@@ -312,7 +302,7 @@ def _arrays(caches: list[Any]) -> list[tuple[mx.array, int]]:
     for part in parts(caches):
         cap = getattr(part, "max_size", 0) or 0
         if chunk := getattr(part, "chunk_size", 0):  # cut to that size before a step grows it again
-            cap = chunk + STEP
+            cap = chunk + GROWTH
         found += [(array, cap) for array in cache_arrays([part])]
     return found
 

@@ -152,6 +152,10 @@ class Settings(Serving, Limits, EngineSettings, Logs):
     def _as_browsers_send_them(cls, origins: list[str]) -> list[str]:
         return [origin.rstrip("/").lower() for origin in origins]
 
+    def allowed_context(self, model: int) -> int:
+        """Positions a sequence may have when the model was made for so many."""
+        return min(model, self.context or model)
+
     @model_validator(mode="after")
     def _public_needs_a_key(self) -> Settings:
         if not is_loopback(self.host) and not (self.api_key or self.api_key_file):

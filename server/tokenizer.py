@@ -8,13 +8,12 @@ made here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server import generation_config, open_files, template_files
+from server import generation_config, model_config, open_files, template_files
 from server.encoding import PROBE, Encoder
 from server.errors import StartupError, one_line
 from server.markers import markers, samples
@@ -23,10 +22,7 @@ from server.template_source import literals, variables
 from server.turn import Message
 from server.vocabulary import Vocabulary
 
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _WORTH_A_MARK = 16  # a shorter prefix is read again sooner than it is found
-_SANE_CONTEXT = 1 << 27  # tokenizers without a limit of their own name an absurd one
 _SPELLED_THINK = ("<think>", "</think>")
 
 Transitions = Mapping[str, tuple[tuple[str, str], ...]]
@@ -75,7 +71,7 @@ class Tokenizer:
         vocab_size: ids that the tokenizer knows; the model's may be padded beyond.
         eos_ids: ids that end an answer.
         defaults: sampling values that the model's makers recommend, by our names.
-        context: positions that the model was made for, if its files say so.
+        context: positions that the model was made for.
         think: the tags around reasoning, or None.
         tool_format: how tool calls look, or None.
         transitions, first_state: for models whose answers have a structure of their own (mlx-lm's response formats).
@@ -104,8 +100,8 @@ class Tokenizer:
         self._template = _template(wrapper, self._encoder, self.think)
         self.able = self._template.able
         self.defaults = generation_config.defaults(generation)
-        self.context = _context(config, self._hf)
-        named = [*_ids(config), *_ids(generation), *wrapper.eos_token_ids, *self._chat_end()]
+        self.context = model_config.context_length(config, own)
+        named = [*model_config.eos_ids(config, generation), *wrapper.eos_token_ids, *self._chat_end()]
         self.eos_ids = frozenset(token for token in named if token >= 0)
 
     @classmethod
@@ -117,9 +113,9 @@ class Tokenizer:
         with open_files.kept():
             from mlx_lm.utils import load_tokenizer
 
-        config, generation, own = (
-            _json(path / f"{name}.json") for name in ("config", "generation_config", "tokenizer_config")
-        )
+        config = model_config.read(path, "config.json")
+        generation = model_config.read(path, "generation_config.json")
+        own = model_config.read(path, "tokenizer_config.json")
         extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         try:
             if (template := template_files.chat_template(path, own)) is not None:
@@ -256,29 +252,3 @@ def _markers(wrapper: Any) -> frozenset[int]:
         texts += [text for source in _sources(wrapper) for text in literals(source)]
         texts += samples(_renderer(wrapper))
     return markers(added, texts)
-
-
-def _ids(config: Mapping[str, Any]) -> list[int]:
-    found: list[int] = []
-    for part in (config, *(config.get(name) or {} for name in _TEXT_CONFIGS)):
-        value = part.get("eos_token_id")
-        named = value if isinstance(value, list) else [value]
-        found += [token for token in named if isinstance(token, int) and not isinstance(token, bool)]
-    return found
-
-
-def _context(config: Mapping[str, Any], hf: Any) -> int | None:
-    parts = (config, *(config.get(name) or {} for name in _TEXT_CONFIGS))
-    named = (part[key] for part in parts for key in _CONTEXT_KEYS if isinstance(part.get(key), int))
-    limit = getattr(hf, "model_max_length", None)
-    fallback = int(limit) if isinstance(limit, int | float) and 0 < limit < _SANE_CONTEXT else None
-    return next(named, fallback)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A model's file; {} when it is missing or broken (loading the model will tell)."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

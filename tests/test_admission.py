@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.admission import GROWTH, Capacity, Outlook, Room
+from server.admission import Capacity, Outlook, Room
 from server.errors import ContextLengthExceeded, ExceedsMemory
-from server.messages import LayerCost, Probe, Ready, Sampling, Sequence
+from server.messages import GROWTH, LayerCost, Probe, Ready, Sampling, Sequence
 
 FULL = LayerCost(0, 10)
 SLIDING = LayerCost(0, 10, cap=512)

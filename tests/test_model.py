@@ -104,12 +104,6 @@ def test_a_lone_prompt_that_can_be_read_is_not_refused():
     Capacity(ready, None, 8).check(Sequence([1] * 400, Sampling(0), 100))
 
 
-def test_the_context_is_read_from_wherever_the_config_has_it():
-    assert model.context_length({"max_position_embeddings": 77}) == 77
-    assert model.context_length({"text_config": {"n_positions": 88}}) == 88
-    assert model.context_length({"max_position_embeddings": None, "text_config": None}) == 32768
-
-
 def test_quantization_is_told_as_people_say_it():
     assert model.quantization({"quantization": {"bits": 4}}) == "4-bit"
     assert model.quantization({"torch_dtype": "bfloat16"}) == "bfloat16"

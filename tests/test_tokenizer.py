@@ -482,12 +482,10 @@ def test_recommended_sampling_is_read(tmp_path: Path) -> None:
         ({"text_config": {"max_position_embeddings": 8192}}, int(1e30), 8192),
         ({"n_positions": 512}, int(1e30), 512),
         ({}, 1024, 1024),
-        ({}, int(1e30), None),
+        ({}, int(1e30), 32768),
     ],
 )
-def test_the_context_is_what_the_files_say(
-    tmp_path: Path, config: dict[str, Any], limit: int, context: int | None
-) -> None:
+def test_the_context_is_what_the_files_say(tmp_path: Path, config: dict[str, Any], limit: int, context: int) -> None:
     folder = small.write(tmp_path, small.byte_level, config=config, eos_token="<|im_end|>", model_max_length=limit)
     assert load(folder).context == context
 

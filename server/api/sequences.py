@@ -32,7 +32,7 @@ class Bounds:
 
     @classmethod
     def of(cls, ready: messages.Ready, settings: Settings) -> Bounds:
-        return cls(ready.vocab_size, min(ready.context, settings.context or ready.context))
+        return cls(ready.vocab_size, settings.allowed_context(ready.context))
 
     def check_ids(self, ids: List[int], param: str) -> None:
         """Raises for an id beyond the vocabulary: unchecked, it would read or write foreign memory in the engine."""

@@ -71,11 +71,13 @@ class Served:
         return {self.name, "default", *self.settings.model_alias, *given}
 
     @property
-    def context(self) -> int | None:
-        """Positions a sequence may have; before the first engine is up, what the model's folder says."""
+    def context(self) -> int:
+        """Positions a sequence may have. The engine reads them from the model's folder by the same rule, so that the
+        number stays once the engine is up."""
         ready = self.supervisor.known
-        sizes = [ready.context if ready else self.tokenizer.context, self.settings.context]
-        return min((size for size in sizes if size is not None), default=None)
+        if ready is None:
+            return self.settings.allowed_context(self.tokenizer.context)
+        return self.settings.allowed_context(ready.context)
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound for a name that isn't ours; none at all means the served model."""

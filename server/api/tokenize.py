@@ -105,11 +105,10 @@ def _understood(
 
 def encode(served: Served, request: TokenizeRequest) -> dict[str, Any]:
     ids = _ids(request, served)
-    known = served.supervisor.known
     answer: dict[str, Any] = {
         "tokens": [_piece(token, served.tokenizer) for token in ids] if request.with_pieces else ids,
         "count": len(ids),
-        "max_model_len": Bounds.of(known, served.settings).context if known else served.tokenizer.context,
+        "max_model_len": served.context,
     }
     return answer | {"token_strs": [served.tokenizer.piece(i) for i in ids] if request.return_token_strs else None}
 
