@@ -140,7 +140,7 @@ FROM_SUPERVISOR: tuple[Series[EngineView], ...] = (
     Series("marathon_batch_limit", "Sequences that may run together.", lambda v: v.batch_limit),
     Series(
         "marathon_engine_last_step_timestamp_seconds",
-        "When the engine last finished a step, in seconds since the epoch.",
+        "When the engine last finished a step or a chunk of a prompt, in seconds since the epoch.",
         lambda v: v.last_step_time,
     ),
 )

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 from server import messages
 from server.errors import RequestError
-from server.messages import Finish, TokenLogprobs
+from server.messages import Finish, PromptProgress, TokenLogprobs
 from server.probation import Past
 
 Cause = Literal["crash", "stall", "rotation", "preemption"]
@@ -94,6 +94,8 @@ class Keeper(Protocol):
 
     def leave(self, live: Live) -> None: ...  # which releases what still runs
 
+    def prefill_progress(self, live: Live) -> PromptProgress | None: ...
+
 
 class Live:
     """One request: an async context manager; leaving it cancels whatever still runs.
@@ -142,6 +144,11 @@ class Live:
             if timer is not None:
                 timer.cancel()
         self._keeper.leave(self)
+
+    @property
+    def prefill_progress(self) -> PromptProgress | None:
+        """How far the reading of its prompt is, while that goes on; of several prompts the one that is furthest."""
+        return self._keeper.prefill_progress(self)
 
     @property
     def done(self) -> bool:

@@ -251,6 +251,7 @@ class Loop:
             return []
         for row, why in self.compiling.take():
             self._fail(row, "row", why)
+        self.stock.count()  # before, since the first chunk may take long
         decoding = self._groups.rows
         turn = Turn(ALONE_SECONDS, self.runner.room, enough=max(JOIN_AT_LEAST, decoding // 2), patience=self._budget)
         if decoding:

@@ -286,6 +286,14 @@ class GroupState(msgspec.Struct, frozen=True):
     every: int = 1  # stepped each k-th iteration
 
 
+class PromptProgress(msgspec.Struct, frozen=True):
+    """One sequence that is being read before it can be answered, or waits for that."""
+
+    seq: int
+    done: int  # tokens that its caches hold
+    total: int  # of its prompt, and of what was generated before if it is continued
+
+
 class Snapshot(msgspec.Struct, omit_defaults=True):
     """What /metrics, /health and /debug serve. One mutable instance lives in the engine's main thread; a copy of it
     travels with each `Progress`. Counters only rise within an epoch; the server adds them up across epochs."""
@@ -293,13 +301,13 @@ class Snapshot(msgspec.Struct, omit_defaults=True):
     # loop
     rows: int = 0
     prefilling: int = 0
+    prompts: list[PromptProgress] = []  # of the same, in order of arrival
     waiting: int = 0
     steps: int = 0
     batch_sizes: dict[int, int] = {}  # decode steps by number of rows
     generated_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    last_step_time: float = 0.0  # seconds since the epoch
     step_seconds: dict[str, float] = {}  # by part: forward, sample, guard, read, publish, prefill
     typical_step_seconds: float = 0.0  # what a step or chunk like the one under way usually takes
     first_shape: bool = False  # the step under way has a shape never run before

@@ -176,6 +176,12 @@ class Roster:
         tokens = sum(len(generation.generated) for generation in live.generations)
         self._counts.finished(live.endpoint, outcome, self.clock() - live.arrived, prompt_tokens, tokens)
 
+    def prefill_progress(self, live: Live) -> messages.PromptProgress | None:
+        """How far the engine is with reading a request's prompt; None where it doesn't read one."""
+        seqs = {g.seq for g in live.generations if g.seq in self.running and (not g.generated or g.cause)}
+        reading = [prompt for prompt in self._snapshot.prompts if prompt.seq in seqs]
+        return max(reading, key=lambda prompt: prompt.done, default=None)
+
     # ---------------------------------------------------------------- to the engine
     def feed(self, link: Link, capacity: Capacity) -> None:
         """This engine is ready for work."""

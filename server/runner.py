@@ -6,7 +6,6 @@ main thread. It decides nothing about rows.
 
 from __future__ import annotations
 
-from time import time
 from typing import Protocol, TypeVar
 
 import mlx.core as mx
@@ -137,7 +136,6 @@ class Runner:
         batch = self.executor.batches[operation.batch]
         snapshot.steps += 1
         snapshot.batch_sizes[len(batch)] = snapshot.batch_sizes.get(len(batch), 0) + 1
-        snapshot.last_step_time = time()
 
     # ------------------------------------------------------------ faults that were asked for
     def _inject(self, operation: Step) -> None:

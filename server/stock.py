@@ -13,7 +13,7 @@ import mlx.core as mx
 from server.cache_guard import Caches, cache_arrays, parts
 from server.executor import Executor
 from server.groups import Groups
-from server.messages import GroupState, Snapshot
+from server.messages import GroupState, PromptProgress, Snapshot
 from server.model import Loaded
 from server.prefill import Prefill
 
@@ -53,9 +53,12 @@ class Stock:
         return sum(growth(part) for part in parts(self._executor.caches()))
 
     def count(self) -> None:
-        """Note how many rows there are."""
+        """Note how many rows there are, and how far those are that are being read."""
         self._snapshot.rows = self._groups.rows
         self._snapshot.prefilling = len(self._prefill)
+        self._snapshot.prompts = [
+            PromptProgress(reading.row.seq, reading.done, len(reading.row.tokens)) for reading in self._prefill.readings
+        ]
 
     def kv_bytes(self) -> int:
         """Take stock of the KV in use; its bytes."""

@@ -28,6 +28,7 @@ from server.errors import GenerationFailed, NotReady
 from server.link import Engine, Link
 from server.live import Cause, Generation
 from server.liveness import Liveness, Overdue
+from server.prefill_log import PrefillLog
 from server.probation import MAX_STRIKES
 from server.roster import Roster
 from server.settings import Settings
@@ -67,8 +68,8 @@ class Succession:
         self.snapshot: messages.Snapshot | None = None
         self.link: Link | None = None
         self.ending: Ending | None = None
+        self.worked = -math.inf  # when an engine got something done last: a step, or a chunk of a prompt
         self.epoch = self.restarts = self.failed_starts = 0
-        self.stepped = 0.0  # when a token came last
         self.stage = ""  # of the newest engine, in its own words
         self.down = "the engine is starting"
         self.load_failed: str | None = None
@@ -85,12 +86,12 @@ class Succession:
         self._on_load_failed = on_load_failed
         self._stall = StallLimit(settings.stall_seconds)
         self._pace = RotationPace(settings.rotate_min_seconds)
+        self._prefill_log = PrefillLog(roster.clock)
         self._latest: asyncio.TimerHandle | None = None  # when one that was asked to leave is killed
         self._stopped = asyncio.Event()
         self._failure = ""  # what the engine itself said about a failed start
         self._life = Liveness(settings, self._stall, self._clock())
         self._served = False  # it delivered a token
-        self._worked = -math.inf  # when an engine got something done last
 
     # ---------------------------------------------------------------- one life after the other
     async def run(self) -> None:
@@ -216,10 +217,10 @@ class Succession:
         self._life.hear(self._clock())
         match event:
             case messages.Steps():
-                self._worked = self._life.heard
-                self._life.move(self._worked)
+                self.worked = self._life.heard
+                self._life.move(self.worked)
                 if event.tokens:
-                    self.stepped, self._served = self._worked, True
+                    self._served = True
                 self._roster.steps(event)
             case messages.Taken():
                 self._roster.taken(event.seq)
@@ -259,9 +260,10 @@ class Succession:
     def _progressed(self, progress: messages.Progress) -> None:
         self.stage = progress.stage
         if self._life.progressed(progress, self._clock()) and self._roster.running:
-            self._worked = self._life.moved
+            self.worked = self._life.moved
         if progress.snapshot is not None:
             self.snapshot = progress.snapshot
+            self._prefill_log.observe(progress.snapshot.prompts)
             self._roster.observe(progress.snapshot)
 
     # ---------------------------------------------------------------- ending it ourselves
@@ -326,7 +328,7 @@ class Succession:
     def _give_up(self) -> None:
         """No engine for so long that the answers under way shouldn't wait for the next."""
         before = self._clock() - self._settings.outage_seconds
-        if self._roster.waiting and self._worked <= before:
+        if self._roster.waiting and self.worked <= before:
             self._roster.fail_lost(before, self.not_ready())
 
     def _check(self, link: Link) -> None:

@@ -179,8 +179,9 @@ class Supervisor:
 
     @property
     def last_step_age_seconds(self) -> float | None:
-        """Seconds since an engine last delivered a token; None before the first."""
-        return self.clock() - self._engines.stepped if self._engines.stepped else None
+        """Seconds since an engine last got something done: a step, or a chunk of a prompt. None before the first."""
+        age = self.clock() - self._engines.worked
+        return age if math.isfinite(age) else None
 
     @property
     def last_step_time(self) -> float | None:

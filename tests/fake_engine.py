@@ -65,6 +65,7 @@ class Row:
     generated: list[int]
     started: bool = False
     produced: int = 0  # in this engine
+    read: int = 0  # tokens of its prompt, while that is read
 
 
 @dataclass
@@ -74,6 +75,7 @@ class FakeEngine:
     step_seconds: float = 0.0005
     load_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    prefill_chunks: int = 1  # in which a prompt is read
     progress_seconds: float = 0.05
     vocab_size: int = 1000
     context: int = 4096
@@ -322,6 +324,12 @@ class Life:
             await self.moves.wait()
             snapshot = messages.Snapshot(
                 rows=len(self.rows),
+                prefilling=sum(not row.started for row in self.rows.values()),
+                prompts=[
+                    messages.PromptProgress(row.seq, row.read, len(row.sequence.prompt) + len(row.generated))
+                    for row in self.rows.values()
+                    if not row.started
+                ],
                 steps=self.steps,
                 generated_tokens=self.tokens,
                 pressure=self.fake.pressure,
@@ -348,8 +356,12 @@ class Life:
         await asyncio.sleep(self.fake.step_seconds)
 
     async def _prefill(self, row: Row) -> None:
-        if self.fake.prefill_seconds:
-            await asyncio.sleep(self.fake.prefill_seconds)
+        total = len(row.sequence.prompt) + len(row.generated)
+        for chunk in range(self.fake.prefill_chunks if self.fake.prefill_seconds else 0):
+            await asyncio.sleep(self.fake.prefill_seconds / self.fake.prefill_chunks)
+            await self.moves.wait()
+            row.read = (total - 1) * (chunk + 1) // self.fake.prefill_chunks
+            self.beat()
         self._harm(row)
         if row.seq in self.rows and not self.stalled:
             row.started = True

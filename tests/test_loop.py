@@ -14,7 +14,19 @@ from server.constrain import Grammars
 from server.faults import Faults, parse
 from server.grammar import answer
 from server.loop import IDLE_SECONDS, WAIT_SECONDS, Loop, Wedged
-from server.messages import Cancel, Drain, Failed, Preempted, Probe, Rotate, Snapshot, Start, Steps, Submit
+from server.messages import (
+    Cancel,
+    Drain,
+    Failed,
+    Preempted,
+    Probe,
+    PromptProgress,
+    Rotate,
+    Snapshot,
+    Start,
+    Steps,
+    Submit,
+)
 from server.model import Loaded, row_cost
 from server.plan import KeepPrompt, Read
 from server.pressure import Act, Verb
@@ -191,6 +203,31 @@ def test_a_model_that_does_not_batch_serves_all_rows_in_turns(alone):
     assert len(engine.loop.stock.batches) == 3
     engine.run()
     assert_all_right(engine, rows, alone, "llama4")
+
+
+def test_the_snapshot_tells_how_far_each_prompt_is_read(monkeypatch):
+    monkeypatch.setattr(loop, "ALONE_SECONDS", 0.0)  # a chunk an iteration
+    shown = []
+    engine = Engine("llama", fault=lambda inputs: shown.append(engine.snapshot.prompts))
+    engine.submit(row(1, prompt(300), max_tokens=4), generated=[5, 6])
+    engine.submit(row(2, prompt(500), max_tokens=4))
+    seen, beats = [], []
+    while 2 not in engine.ends:
+        engine.turn()
+        seen.append([(one.seq, one.done, one.total) for one in engine.snapshot.prompts])
+        assert len(engine.snapshot.prompts) == engine.snapshot.prefilling
+        if engine.snapshot.prompts:
+            beats.append(engine.pulse.count)
+    first = [done for turn in seen for seq, done, total in turn if (seq, total) == (1, 302)]
+    second = [done for turn in seen for seq, done, total in turn if (seq, total) == (2, 500)]
+    assert first == sorted(first)
+    assert second == sorted(second)
+    assert second[0] == 0
+    assert len(set(first)) > 1
+    assert len(set(second)) > 2
+    assert beats == sorted(set(beats)), "each chunk counts as progress"
+    assert shown[0] == [PromptProgress(1, 0, 302), PromptProgress(2, 0, 500)], "the first chunk may take long"
+    assert seen[-1] == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])

@@ -63,13 +63,14 @@ def routes(served: Served) -> APIRouter:
 
     @router.get("/debug/batches", responses=errors())
     async def batches() -> Response:
-        """The decode groups at the time of the last snapshot, and what waits."""
+        """The decode groups at the time of the last snapshot, what waits, and how far the prompts are being read."""
         snapshot = supervisor.snapshot
         return json(
             {
                 "running": supervisor.running,
                 "waiting": supervisor.waiting,
                 "prefilling": snapshot.prefilling if snapshot else 0,
+                "prompts": snapshot.prompts if snapshot else [],
                 "groups": snapshot.groups if snapshot else [],
                 "step_seconds": snapshot.step_seconds if snapshot else {},
             }

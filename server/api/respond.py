@@ -18,7 +18,7 @@ from starlette.responses import Response
 from server.api.access import Record, record_of
 from server.api.answer import Choice, Reply
 from server.api.served import Served
-from server.api.sse import DONE, KEEPALIVE, EventStream, encode, event
+from server.api.sse import DONE, KEEPALIVE, PREFILL, EventStream, encode, event
 from server.errors import InternalError, RequestError
 from server.messages import Sequence
 from server.schema import Generation
@@ -93,7 +93,7 @@ async def stream(reply: Reply, prepared: Prepared, record: Record) -> AsyncGener
             async for news in reply.news():
                 data = b"".join([form.chunks(choice, pieces) for choice, pieces in news])
                 if reply.showed(bool(data)):
-                    yield KEEPALIVE
+                    yield sign_of_life(reply)
                 elif data:
                     yield data
             yield form.last(reply.choices, reply.usage(prepared.request.n or 1)) + DONE
@@ -107,6 +107,12 @@ async def stream(reply: Reply, prepared: Prepared, record: Record) -> AsyncGener
             yield event(InternalError("The server made a mistake; its log knows more.").body())
         finally:
             record.facts |= outcome(reply, prepared)
+
+
+def sign_of_life(reply: Reply) -> bytes:
+    """A comment for a stream on which nothing has been shown for a while."""
+    progress = reply.live.prefill_progress
+    return PREFILL % (progress.done, progress.total) if progress else KEEPALIVE
 
 
 async def unless_left(http: Request, work: Coroutine[Any, Any, None]) -> bool:

@@ -21,6 +21,7 @@ from server.live import Live
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
+PREFILL = b": prefill %d/%d\n\n"  # the same while a prompt is being read: tokens done, and all of them
 
 encode = msgspec.json.Encoder().encode
 
