@@ -208,7 +208,7 @@ def test_a_model_that_does_not_batch_serves_all_rows_in_turns(alone):
 def test_the_snapshot_tells_how_far_each_prompt_is_read(monkeypatch):
     monkeypatch.setattr(loop, "ALONE_SECONDS", 0.0)  # a chunk an iteration
     shown = []
-    engine = Engine("llama", fault=lambda inputs: shown.append(engine.snapshot.prompts))
+    engine: Engine = Engine("llama", fault=lambda inputs: shown.append(engine.snapshot.prompts))
     engine.submit(row(1, prompt(300), max_tokens=4), generated=[5, 6])
     engine.submit(row(2, prompt(500), max_tokens=4))
     seen, beats = [], []

@@ -368,7 +368,7 @@ async def test_rows_wait_for_memory_in_the_order_they_came(fake, counts):
 async def test_a_full_queue_is_refused_and_says_when_to_come_back(fake, counts):
     async with supervise(fake, counts, max_rows=1, queue_limit=2) as supervisor:
         lives = [supervisor.open([endless()], endpoint="chat") for _ in range(3)]
-        with pytest.raises(QueueFull, match="2 sequences") as caught:
+        with pytest.raises(QueueFull, match="2 waiting") as caught:
             supervisor.open([sequence()], endpoint="chat")
         assert 1 <= int(caught.value.headers()["Retry-After"]) <= 60
         lives.pop().close()
