@@ -16,8 +16,8 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from loadtests.ledger import interval
-from server.attention import LONGEST, MANY, TOLERANCE, attend, difference, is_missing
+from loadtests.bench.ledger import interval
+from server.compute.attention import LONGEST, MANY, TOLERANCE, attend, difference, is_missing
 
 LAYERS = 16
 DIMS = {mx.float32: (32, 64, 128), mx.float16: (32, 64, 128, 256), mx.bfloat16: (32, 64, 128, 256)}

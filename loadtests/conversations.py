@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from server.api import chat, generic_tools, policy, tools
-from server.api.turns import spoken
-from server.conversation import fit
-from server.encoding import Shield
+from server.api import chat
+from server.api.input import generic_tools, refusals, tools
+from server.api.input.schema import ChatRequest
+from server.api.input.turns import spoken
 from server.errors import RequestError
-from server.schema import ChatRequest
 from server.settings import load
-from server.tokenizer import Tokenizer
+from server.text.templates.conversation import fit
+from server.text.tokenizer import Tokenizer
+from server.text.tokens.encoding import Shield
 
 # S system, V developer, U user, A assistant, N assistant without content, R assistant with reasoning;
 # C a call, B one beside text, D two calls at once; T the result of the call that waits longest.
@@ -113,7 +114,7 @@ def call(name: str, value: str) -> Message:
 def prompt(tokenizer: Tokenizer, asked: Conversation) -> list[int]:
     """The ids that the model reads; raises RequestError as the server would answer."""
     request = ChatRequest.model_validate(asked.body)
-    policy.check_chat(request, load({}))
+    refusals.check_chat(request, load({}))
     return chat.render(tokenizer, request, tools.read(request)).ids
 
 

@@ -22,15 +22,17 @@ from pathlib import Path
 import msgspec
 
 from loadtests import zoo
+from loadtests.bench.ledger import Ledger
 from loadtests.harness import ROOT, device
-from loadtests.ledger import Ledger
-from server import agreement, model, native
-from server.allocator import Unavailable
-from server.cache_folder import COUNTERS, cache_folder
-from server.certificate import Agreement
-from server.model import Loaded
-from server.rehearsal import EVERY, Gauge, Plan, Run, play, play_mlx_lm
-from server.residency import Source
+from server.certify import agreement
+from server.certify.certificate import Agreement
+from server.certify.replay import EVERY, Gauge, Plan, Run, play, play_mlx_lm
+from server.config.cache_folder import COUNTERS, cache_folder
+from server.engine import model
+from server.engine.model import Loaded
+from server.memory import native_count
+from server.memory.allocator import Unavailable
+from server.memory.residency import Source
 
 FAMILIES = [
     *("llama", "gemma3_text", "gpt_oss", "qwen3_5", "qwen3_next", "falcon_h1", "nemotron_h", "mamba2"),
@@ -220,7 +222,7 @@ def main() -> int:
     logging.disable(logging.WARNING)  # without the guard the census has much to say
     arms = {"on": ("guard",), "off": ("off",)}.get(arguments.guard, arguments.arms)
     try:
-        source = native.open_count(cache_folder() / COUNTERS, None)
+        source = native_count.open_count(cache_folder() / COUNTERS, None)
     except Unavailable as reason:
         print(f"no live-buffer count: {reason}", file=sys.stderr)
         return 2

@@ -17,11 +17,11 @@ from pathlib import Path
 from time import monotonic
 
 from loadtests import harness
-from loadtests.ledger import Bar, Ledger, Verdict, of, ratio
-from loadtests.rounds import Plan, Row
+from loadtests.bench.ledger import Bar, Ledger, Verdict, of, ratio
+from loadtests.bench.rounds import Plan, Row
+from loadtests.bench.rows import greedy
+from loadtests.bench.targets import NAMES, REFERENCE
 from loadtests.speed import conclude, end_on_sigterm, run
-from loadtests.speed_rows import greedy
-from loadtests.subjects import NAMES, REFERENCE
 
 STREAMS = (1, 8, 32, 64)
 TOKENS = 256

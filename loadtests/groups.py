@@ -24,13 +24,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from server.batching import Batch
 from server.cache_guard import Caches, Guard, cache_arrays
-from server.executor import Executor
-from server.groups import Groups
-from server.messages import Sampling, Sequence, Snapshot
-from server.model import Loaded, load
-from server.plan import Operation, Result, Step, follow
-from server.prefix_cache import PrefixCache
-from server.rows import Row
+from server.compute.rows import Row
+from server.engine.executor import Executor
+from server.engine.groups import Groups
+from server.engine.model import Loaded, load
+from server.engine.plan import Operation, Result, Step, follow
+from server.engine.prefix_cache import PrefixCache
+from server.ipc.messages import Sampling, Sequence, Snapshot
 
 LONG, SHORT, SHORTS = 20_000, 64, 8
 STEPS = 24  # iterations a block

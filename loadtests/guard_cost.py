@@ -25,16 +25,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from loadtests import zoo
+from loadtests.bench.ledger import Ledger, interval
 from loadtests.harness import ROOT, device
-from loadtests.ledger import Ledger, interval
 from server.batching import Batch
-from server.cache_folder import cache_folder
 from server.cache_guard import Guard, cache_arrays, settle
-from server.laps import Laps, Stopwatch
-from server.messages import Sampling, Snapshot
-from server.messages import Sequence as Asked
-from server.rows import Row
-from server.starter import NAME, is_whole
+from server.compute.laps import Laps, Stopwatch
+from server.compute.rows import Row
+from server.config.cache_folder import cache_folder
+from server.ipc.messages import Sampling, Snapshot
+from server.ipc.messages import Sequence as Asked
+from server.model_files.starter import NAME, is_whole
 
 HYBRID = ("hybrid-16x256", "qwen3_5", 16, 256)
 PROMPT = 64

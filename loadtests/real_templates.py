@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtests import conversations, harness, small_templates
-from server.api import generic_tools
-from server.tokenizer import Tokenizer
+from server.api.input import generic_tools
+from server.text.tokenizer import Tokenizer
 
 FOLDER = harness.ROOT / "build" / "tokenizers"
 LENGTH, LONGEST = 2, 8  # blocks of the conversations that are all tried, and of those that are drawn

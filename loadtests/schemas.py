@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from loadtests import harness
-from loadtests.models import obtain
-from server.cache_folder import cache_folder
-from server.starter import ensure_starter
+from loadtests.zoo.models import obtain
+from server.config.cache_folder import cache_folder
+from server.model_files.starter import ensure_starter
 
 ROWS = 16  # requests at a time
 MAX_TOKENS = 600

@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 
 from loadtests import harness
-from loadtests.ledger import Ledger
-from loadtests.scene import obtain
-from server.pressure import Fit, Slope
+from loadtests.bench.ledger import Ledger
+from loadtests.chaos.scenario import obtain
+from server.memory.pressure import Fit, Slope
 
 FAMILIES = ["qwen3_5", "smollm3", "nemotron_h"]
 EVERY = 40  # tokens of the long answer between two arrivals

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadtests import harness
+from loadtests.bench.ledger import Ledger, Verdict, judge
+from loadtests.bench.rounds import Plan, Row, Stage
+from loadtests.bench.rows import GROUPS_BARS, GROUPS_MODEL, ROWS
+from loadtests.bench.targets import MARATHON, NAMES
 from loadtests.harness import Failed
-from loadtests.ledger import Ledger, Verdict, judge
-from loadtests.models import obtain
-from loadtests.rounds import Plan, Row, Stage
-from loadtests.speed_rows import GROUPS_BARS, GROUPS_MODEL, ROWS
-from loadtests.subjects import MARATHON, NAMES
+from loadtests.zoo.models import obtain
 
 GROUPS = "groups"
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtests import harness, zoo
-from loadtests.scene import obtain
-from server import certificate
-from server.certificate import FLAT, Order
+from loadtests.chaos.scenario import obtain
+from server.certify import certificate
+from server.certify.certificate import FLAT, Order
 
 TARGET = harness.ROOT / "docs" / "certified-models.md"
 TOKENS = 400
@@ -32,8 +32,8 @@ HEAD = [
 INTRODUCTION = """\
 # Certified models
 
-What `marathon certify` says of every model family of mlx-lm that the zoo (`loadtests/families.py`) builds: tiny, with
-random weights, from the family's own class. One long row, two short ones that join it every 40 steps and leave again;
+What `marathon certify` says of every model family of mlx-lm that the zoo (`loadtests/zoo/families.py`) builds: tiny,
+with random weights, from the family's own class. One long row, two short ones that join it every 40 steps and leave again;
 {tokens} steps a run. Written by `python -m scripts.certified_models`; {versions}; {device}.
 
 The three figures are live buffers a step that nobody gives back, counted with the pool dropped: in mlx-lm's

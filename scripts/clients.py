@@ -24,8 +24,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from loadtests import harness  # noqa: E402
-from loadtests.models import obtain  # noqa: E402
-from server.cache_folder import cache_folder  # noqa: E402
+from loadtests.zoo.models import obtain  # noqa: E402
+from server.config.cache_folder import cache_folder  # noqa: E402
 
 PROGRAMS = ROOT / "tests" / "clients"
 SECONDS = 240

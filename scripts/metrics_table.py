@@ -13,7 +13,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from server.metrics import Metrics
-from server.series import Family
+from server.telemetry.series import Family
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 BEGIN, END = "<!-- table: scripts/metrics_table.py -->\n", "<!-- end of table -->\n"

@@ -18,17 +18,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import server
-from server.api import chat, completions, generic_tools, health, models, openapi, tokenize
-from server.api.access import Access, Heads, refusal
-from server.api.security import Cors, Keys, Names, any_port, read_keys
-from server.api.served import Served
-from server.awake import while_busy
+from server.api import chat, completions, health, models, openapi, tokenize
+from server.api.context import Served
+from server.api.input import generic_tools
+from server.api.middleware.access import Access, Heads, refusal
+from server.api.middleware.security import Cors, Keys, Names, any_port, read_keys
 from server.errors import InvalidValue, MethodNotAllowed, RequestError, UnknownUrl
-from server.locate import Located, locate
 from server.metrics import Metrics
+from server.model_files.locate import Located, locate
 from server.settings import Settings, is_loopback
-from server.supervisor import Supervisor
-from server.tokenizer import Tokenizer
+from server.supervision.caffeinate import while_busy
+from server.supervision.supervisor import Supervisor
+from server.text.tokenizer import Tokenizer
 
 
 def create_app(served: Served) -> FastAPI:

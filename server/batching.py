@@ -18,13 +18,13 @@ from collections.abc import Sequence as Many
 import mlx.core as mx
 
 from server.cache_guard import Caches, Guard
-from server.columns import KV, Column, Inputs, Penalties, in_cache_order
-from server.laps import Laps
-from server.masks import Failures, MaskColumn, Masks
-from server.messages import Finish, TokenLogprobs
-from server.rows import Drawn, Model, Row, on_host
-from server.sampling import Sampler
-from server.scores import LogprobColumn, PendingScores
+from server.compute.columns import KV, Column, Inputs, Penalties, in_cache_order
+from server.compute.laps import Laps
+from server.compute.logprobs import LogprobColumn, PendingScores
+from server.compute.masks import Failures, MaskColumn, Masks
+from server.compute.rows import Drawn, Model, Row, on_host
+from server.compute.sampling import Sampler
+from server.ipc.messages import Finish, TokenLogprobs
 
 FLUSH_STEPS = 256  # steps whose tokens may wait to be moved into the rows: bounds what a join has to do
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import server
-from server.api.security import read_keys
-from server.cache_folder import cache_folder
+from server.api.middleware.security import read_keys
+from server.config.cache_folder import cache_folder
+from server.config.sources import Sources
 from server.errors import StartupError
-from server.locate import Located, locate
+from server.model_files.locate import Located, locate
+from server.model_files.weights import weight_files
 from server.settings import EngineSettings, Limits, Logs, Serving, Settings, in_words
-from server.sources import Sources
-from server.tokenizer import Tokenizer
-from server.weights import weight_files
+from server.text.tokenizer import Tokenizer
 
 LIBRARIES = ("mlx", "mlx-lm", "tokenizers", "transformers", "llguidance", "fastapi", "uvicorn", "sse-starlette")
 DEVICE_SECONDS = 120
@@ -124,7 +124,7 @@ def ask_device(settings: Settings) -> dict[str, Any]:
     asked = settings.model_dump_json(exclude={"api_key", "api_key_file"})
     try:
         answer = subprocess.run(
-            [sys.executable, "-P", "-m", "server.device"],
+            [sys.executable, "-P", "-m", "server.engine.device"],
             input=asked + "\n",
             capture_output=True,
             text=True,

@@ -18,7 +18,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import server
-from server import certificate, faults, logs
+from server import faults
+from server.certify import certificate
+from server.config.sources import ENV_PREFIX, Sources, did_you_mean, option, variable
 from server.errors import StartupError
 from server.settings import (
     SIZE_UNITS,
@@ -32,7 +34,7 @@ from server.settings import (
     load_from,
     read_sources,
 )
-from server.sources import ENV_PREFIX, Sources, did_you_mean, option, variable
+from server.telemetry import logs
 
 EXIT_UNABLE = 2
 GROUPS: dict[str, type[BaseModel]] = {
@@ -161,7 +163,7 @@ def _refuse_option_without_command(top: Parser, first: Iterable[str]) -> None:
 
 def certify(options: dict[str, Any]) -> int:
     """The exit code: 1 when the model doesn't pass."""
-    from server.locate import locate
+    from server.model_files.locate import locate
 
     if options["demo"] and "model" in options:
         raise StartupError("--demo brings its own model; leave out either")
@@ -176,7 +178,7 @@ def run(command: str, sources: Sources) -> None:
     settings = load_from(sources)
     faults.parse(settings.faults)
     if command == "serve":
-        from server.lifecycle import serve
+        from server.serve import serve
 
         serve(settings)
     else:

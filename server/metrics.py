@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, 
 from prometheus_client.core import Metric
 
 import server
-from server import engine_metrics
-from server.engine_metrics import EngineMetrics, EngineView
-from server.footprint import footprint
-from server.messages import Snapshot
-from server.series import Counter, Family, Histogram, Rate, metric
+from server.ipc.messages import Snapshot
+from server.telemetry import engine_metrics
+from server.telemetry.engine_metrics import EngineMetrics, EngineView
+from server.telemetry.footprint import footprint
+from server.telemetry.series import Counter, Family, Histogram, Rate, metric
 
 __all__ = ["CONTENT_TYPE", "ENDPOINTS", "REJECTIONS", "EngineView", "Metrics"]
 

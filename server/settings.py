@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from server.config.sources import ENV_PREFIX, Sources, option
 from server.errors import StartupError
-from server.sources import ENV_PREFIX, Sources, option
 
 __all__ = [
     "ENV_PREFIX",

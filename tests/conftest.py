@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from loadtests import zoo
-from server.cache_folder import cache_folder
+from server.config.cache_folder import cache_folder
 from server.errors import StartupError
-from server.starter import ensure_starter
+from server.model_files.starter import ensure_starter
 
 Tiny = Callable[..., Path]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from server import cli, lifecycle
+from server import cli, serve
 from server.settings import ENV_PREFIX, Settings, option
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 UNIT = DEPLOY / "systemd" / "marathon.service"
 AGENT = DEPLOY / "launchd" / "marathon.plist"
-DRAIN = Settings.model_fields["drain_seconds"].default + lifecycle.CLOSE_SECONDS
+DRAIN = Settings.model_fields["drain_seconds"].default + serve.CLOSE_SECONDS
 OURS = {option(name) for name in Settings.model_fields} | {"--config"}
 COMMAND = "/opt/marathon/bin/marathon"  # of the unit
 

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from supervising import Recorded, sequence, supervise
 
-from server import messages
 from server.errors import GenerationFailed, NotReady, RequestError
-from server.live import Live
-from server.probation import MAX_STRIKES
-from server.supervisor import Supervisor
+from server.ipc import messages
+from server.supervision.generation import Live
+from server.supervision.probation import MAX_STRIKES
+from server.supervision.supervisor import Supervisor
 
 HOUR = 3600.0
 OUTAGE = 10 * HOUR  # no answer under way is given up in these stories

@@ -12,15 +12,8 @@ from typing import Any
 import pytest
 from serving import USER, engine, run_server
 
-from server.api.shapes import ErrorBody
-from server.errors import (
-    Draining,
-    ExceedsMemory,
-    InternalError,
-    NotReady,
-    RequestError,
-    RequestTimeout,
-)
+from server.api.output.schema import ErrorBody
+from server.errors import Draining, ExceedsMemory, InternalError, NotReady, RequestError, RequestTimeout
 from server.metrics import REJECTIONS
 
 DOCS = (Path(__file__).parent.parent / "docs" / "api.md").read_text()

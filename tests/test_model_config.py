@@ -9,9 +9,10 @@ import pytest
 import small_tokenizers as small
 from mlx_lm.models.cache import KVCache
 
-from server import model, model_config
-from server.messages import GROWTH, LayerCost, Probe
-from server.tokenizer import Tokenizer
+from server.engine import model
+from server.ipc.messages import GROWTH, LayerCost, Probe
+from server.model_files import model_config
+from server.text.tokenizer import Tokenizer
 
 SPELLINGS = [
     "max_position_embeddings", "n_positions", "max_seq_len", "max_seq_length", "max_sequence_length",

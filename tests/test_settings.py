@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from server import check, cli
-from server.cache_folder import cache_folder
+from server.config.cache_folder import cache_folder
+from server.config.sources import variable
 from server.errors import StartupError
 from server.settings import SIZES, Settings, in_words, load, load_from, option, read_sources
-from server.sources import variable
 
 
 def written(folder: Path, text: str | bytes) -> Path:
@@ -168,8 +168,8 @@ def test_an_unknown_word_points_to_the_help_that_lists_what_there_is(capsys, arg
 
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_a_key_file_without_a_key_is_noticed_before_anything_is_fetched(capsys, monkeypatch, tmp_path, command):
-    monkeypatch.setattr("server.starter.ensure_starter", lambda *_: pytest.fail("fetched"))
-    monkeypatch.setattr("server.locate.ensure_starter", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr("server.model_files.starter.ensure_starter", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr("server.model_files.locate.ensure_starter", lambda *_: pytest.fail("fetched"))
     (tmp_path / "empty").touch()
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for name, words in (("none", "No such file"), ("empty", "no key"), ("bytes", "UTF-8"), (".", "directory")):

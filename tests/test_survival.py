@@ -24,13 +24,14 @@ import pytest
 import pytest_asyncio
 
 from loadtests import harness, process_tree
-from loadtests.crew import bodies
-from loadtests.listener import Account, ask, completion
-from loadtests.sameness import Verdicts
-from server import app, lifecycle, messages
-from server.listening import listen
+from loadtests.chaos.clients import bodies
+from loadtests.chaos.comparison import Verdicts
+from loadtests.chaos.sse_client import Account, ask, completion
+from server import app, serve
+from server.ipc import messages
+from server.serving.listening import listen
 from server.settings import load
-from server.supervisor import Supervisor
+from server.supervision.supervisor import Supervisor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -79,7 +80,7 @@ async def site(tiny: Any) -> AsyncIterator[Site]:
         }
     )
     served = app.serving(settings)
-    server = lifecycle.Server(app.create_app(served), served.supervisor, settings, lambda ready: None)
+    server = serve.Server(app.create_app(served), served.supervisor, settings, lambda ready: None)
     (sock,) = listen(settings.host, 0)
     task = asyncio.create_task(server._serve([sock]))  # not serve(): the signals are pytest's
     site = Site(sock.getsockname()[1], served.supervisor, [])

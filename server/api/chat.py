@@ -13,21 +13,21 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api import body, forms, generic_tools, policy, tools
-from server.api.access import record_of
-from server.api.chat_form import ChatForm
-from server.api.extras import Extras
-from server.api.members import unknown
+from server.api.context import Served
+from server.api.input import body, generic_tools, refusals, response_format, tools
+from server.api.input.members import unknown
+from server.api.input.schema import ChatRequest
+from server.api.input.sequences import Bounds, most_tokens, predicted, sequences, truncated
+from server.api.input.turns import spoken, text_of
+from server.api.middleware.access import record_of
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
-from server.api.respond import Prepared, respond
-from server.api.sequences import Bounds, most_tokens, predicted, sequences, truncated
-from server.api.served import Served
-from server.api.shapes import ChatCompletion, ChatCompletionChunk
-from server.api.turns import spoken, text_of
-from server.schema import ChatRequest
-from server.text import TextState
-from server.tokenizer import ChatPrompt, Tokenizer
+from server.api.output.chat import ChatForm
+from server.api.output.options import Extras
+from server.api.output.respond import Prepared, respond
+from server.api.output.schema import ChatCompletion, ChatCompletionChunk
+from server.text.detokenizer import TextState
+from server.text.tokenizer import ChatPrompt, Tokenizer
 
 ENDPOINT = "chat"
 
@@ -55,8 +55,8 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     """Bytes → sequences. Raises RequestError that names the field at fault."""
     request = body.validate(ChatRequest, content)
     served.check_model(request.model)
-    policy.check_chat(request, served.settings)
-    tokenizer, wish, form = served.tokenizer, tools.read(request), forms.read(request, served.settings)
+    refusals.check_chat(request, served.settings)
+    tokenizer, wish, form = served.tokenizer, tools.read(request), response_format.read(request, served.settings)
     prompt = render(tokenizer, request, wish, most_tokens(request, bounds))
     default = served.settings.default_max_tokens
     max_tokens = request.max_completion_tokens or request.max_tokens or predicted(request, default)

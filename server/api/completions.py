@@ -14,25 +14,25 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server import grammar
-from server.api import body, forms, policy
-from server.api.access import record_of
-from server.api.answer import Choice
-from server.api.extras import Extras, usage_so_far
-from server.api.logprobs import Lists, merged
-from server.api.members import unknown
+from server.api.context import Served
+from server.api.input import body, refusals, response_format
+from server.api.input.members import unknown
+from server.api.input.schema import CompletionRequest, Prompt
+from server.api.input.sequences import COMPLETION_TOKENS, Bounds, most_tokens, predicted, sequences, truncated
+from server.api.middleware.access import record_of
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
-from server.api.respond import Prepared, respond
-from server.api.sequences import COMPLETION_TOKENS, Bounds, most_tokens, predicted, sequences, truncated
-from server.api.served import Served
-from server.api.shapes import TextCompletion
-from server.api.sse import event
+from server.api.output.choices import Choice
+from server.api.output.logprobs import Lists, merged
+from server.api.output.options import Extras, usage_so_far
+from server.api.output.respond import Prepared, respond
+from server.api.output.schema import TextCompletion
+from server.api.output.sse import event
 from server.errors import InvalidValue
-from server.messages import Grammar
-from server.schema import CompletionRequest, Prompt
-from server.text import Content, Piece, TextState
-from server.tokenizer import Tokenizer
+from server.grammar import build
+from server.ipc.messages import Grammar
+from server.text.detokenizer import Content, Piece, TextState
+from server.text.tokenizer import Tokenizer
 
 ENDPOINT = "completions"
 
@@ -60,7 +60,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     """Bytes → sequences. Raises RequestError that names the field at fault."""
     request = body.validate(CompletionRequest, content)
     served.check_model(request.model)
-    policy.check_completion(request, served.settings)
+    refusals.check_completion(request, served.settings)
     given = split(request.prompt)
     max_tokens = predicted(request, COMPLETION_TOKENS) if request.max_tokens is None else request.max_tokens
     bos, most = request.add_special_tokens is not False, most_tokens(request, bounds)
@@ -86,11 +86,9 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
 
 
 def _constraint(request: CompletionRequest, served: Served) -> Grammar | None:
-    form = forms.read(request, served.settings)
+    form = response_format.read(request, served.settings)
     return (
-        None
-        if form is None
-        else grammar.answer(form.schema, rule=form.rule, param=form.param, prove=served.prover.fault)
+        None if form is None else build.answer(form.schema, rule=form.rule, param=form.param, prove=served.prover.fault)
     )
 
 

@@ -12,9 +12,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import server
+from server.api.context import Served
 from server.api.openapi import errors
-from server.api.served import Served
-from server.api.sse import encode
+from server.api.output.sse import encode
 from server.errors import Draining, NotReady
 from server.metrics import CONTENT_TYPE
 

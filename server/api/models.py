@@ -10,9 +10,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from server.api.context import Served
 from server.api.openapi import errors
-from server.api.served import Served
-from server.api.shapes import Model, ModelList
+from server.api.output.schema import Model, ModelList
 
 
 def routes(served: Served, prefix: str) -> APIRouter:

@@ -13,8 +13,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.api.shapes import ChatCompletionChunk, ErrorBody, TextCompletion
-from server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
+from server.api.input.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
+from server.api.output.schema import ChatCompletionChunk, ErrorBody, TextCompletion
 
 REQUESTS: list[type[BaseModel]] = [
     ChatRequest,

@@ -11,18 +11,18 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 
-from server.api import body, policy, tools
 from server.api.chat import render
-from server.api.members import unknown
+from server.api.context import Served
+from server.api.input import body, refusals, tools
+from server.api.input.members import unknown
+from server.api.input.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
+from server.api.input.sequences import Bounds
 from server.api.openapi import body as documented
 from server.api.openapi import errors
-from server.api.sequences import Bounds
-from server.api.served import Served
-from server.api.shapes import Counted, Rendered, Text, Tokens
+from server.api.output.schema import Counted, Rendered, Text, Tokens
 from server.errors import InvalidValue
 from server.metrics import OTHER
-from server.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 
 Asked = TypeVar("Asked", TokenizeRequest, TemplateRequest, DetokenizeRequest, ChatRequest)
 Answer = dict[str, Any]
@@ -129,7 +129,7 @@ def _rendered(request: TokenizeRequest | TemplateRequest, served: Served) -> lis
 
 
 def _read(chat: ChatRequest, served: Served) -> list[int]:
-    policy.check_chat(chat, served.settings)
+    refusals.check_chat(chat, served.settings)
     return render(served.tokenizer, chat, tools.read(chat)).ids
 
 

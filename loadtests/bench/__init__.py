@@ -1,0 +1,1 @@
+"""Parts of the speed measurements: loads, clients, targets, rounds, numbers."""

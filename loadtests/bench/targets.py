@@ -1,0 +1,142 @@
+"""Who is measured: Marathon, mlx-lm's server, and mlx-lm called directly, behind one face.
+
+Owns the running subjects of one model and what is read off them around a load. Runs in the load test's own process;
+the work is done by the processes that `loadtests.harness` starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+from time import sleep
+from typing import Any, Protocol
+
+from loadtests import harness, process_tree
+from loadtests.bench.workload import Ask, Order, Stream, chunks_a_token, first_p50, to_line, to_streams, tokens_a_second
+from loadtests.harness import Failed, Server, Worker
+
+MARATHON, RAW, REFERENCE = "marathon", "raw", "mlx_lm.server"
+NAMES = (MARATHON, RAW, REFERENCE)
+REPORT_SECONDS = 1.1  # Marathon's engine reports each second
+
+
+class Subject(Protocol):
+    """What every subject can do."""
+
+    name: str
+
+    def run(self, asks: Sequence[Ask], *, in_turn: bool = False) -> list[Stream]:
+        """Together, or as turns of one conversation. Raises Failed when any stream fails."""
+
+    def cpu_seconds(self) -> float: ...
+
+    def memory_bytes(self) -> int: ...
+
+    def host_seconds(self) -> dict[str, float]:
+        """Seconds by part of its loop and the count `steps`, as far as it tells; waits until they are told."""
+
+
+class Served:
+    """Behind HTTP; `client` makes the requests."""
+
+    def __init__(self, server: Server, client: Worker, fields: dict[str, Any], *, exact: bool) -> None:
+        """`exact`: whether it can be told to ignore end tokens, so that every stream has the length asked for."""
+        self.name, self._server, self._client = server.name, server, client
+        self._fields, self._exact = fields, exact
+
+    def run(self, asks: Sequence[Ask], *, in_turn: bool = False) -> list[Stream]:
+        line = to_line(Order(list(asks), self._server.port, self._fields, in_turn))
+        return checked(self.name, asks, to_streams(self._client.ask(line)), exact=self._exact)
+
+    def cpu_seconds(self) -> float:
+        return self._server.cpu_seconds()
+
+    def memory_bytes(self) -> int:
+        return self._server.memory_bytes()
+
+    def host_seconds(self) -> dict[str, float]:
+        if self.name != MARATHON:
+            return {}
+        sleep(REPORT_SECONDS)
+        parts = self._server.metric("marathon_step_seconds_total")
+        steps = self._server.metric("marathon_batch_size_count")
+        return {label.split('"')[1]: value for label, value in parts.items()} | {"steps": sum(steps.values())}
+
+
+class Called:
+    """mlx-lm's BatchGenerator, called directly in a child process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.name, self._worker = RAW, worker
+
+    def run(self, asks: Sequence[Ask], *, in_turn: bool = False) -> list[Stream]:
+        line = to_line(Order(list(asks), reuse=in_turn))
+        return checked(self.name, asks, to_streams(self._worker.ask(line)), exact=True)
+
+    def cpu_seconds(self) -> float:
+        return process_tree.cpu_seconds(self._worker.pid)
+
+    def memory_bytes(self) -> int:
+        return process_tree.memory_bytes(self._worker.pid)
+
+    def host_seconds(self) -> dict[str, float]:
+        return {}
+
+
+def checked(name: str, asks: Sequence[Ask], streams: list[Stream], *, exact: bool) -> list[Stream]:
+    """The streams, if each came to its end; a figure from half a load is none."""
+    for i, (ask, stream) in enumerate(zip(asks, streams, strict=True)):
+        if stream.error:
+            raise Failed(f"{name}: stream {i}: {stream.error}")
+        if not stream.tokens or (exact and stream.tokens != ask.max_tokens):
+            raise Failed(f"{name}: stream {i} has {stream.tokens} tokens instead of {ask.max_tokens}")
+    return streams
+
+
+def measured(subject: Subject, asks: Sequence[Ask], *, profile: bool = False) -> dict[str, float]:
+    """Run a load and take what can be read of any load; with `profile` also where the subject's time went."""
+    host = subject.host_seconds() if profile else {}
+    cpu = subject.cpu_seconds()
+    streams = subject.run(asks)
+    cpu = subject.cpu_seconds() - cpu
+    figures = {
+        "tok_s": tokens_a_second(streams),
+        "ttft_p50": first_p50(streams),
+        "ttft_mean": mean(stream.first for stream in streams),
+        "stall": max(stream.longest_gap() for stream in streams),
+        "cpu_s_per_1k": 1000 * cpu / sum(stream.tokens for stream in streams),
+        "chunks_per_token": chunks_a_token(streams),
+        "shortest": min(stream.tokens for stream in streams),
+    }
+    return figures | (_a_step(host, subject.host_seconds()) if profile else {})
+
+
+def _a_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Host milliseconds a decode step, by part."""
+    steps = after.get("steps", 0.0) - before.get("steps", 0.0)
+    if steps <= 0:
+        return {}
+    return {f"ms_{part}": 1000 * (after[part] - before.get(part, 0.0)) / steps for part in after if part != "steps"}
+
+
+@contextlib.contextmanager
+def opened(model: Path, names: Sequence[str], logs: Path, *, rows: int = 32) -> Iterator[dict[str, Subject]]:
+    """The named subjects on one model, ready to work on `rows` sequences at once."""
+    with contextlib.ExitStack() as stack:
+        found: dict[str, Subject] = {}
+        client = stack.enter_context(Worker("loadtests.bench.client", log=logs / "client.log"))
+        if RAW in names:
+            arguments = ("--model", str(model), "--rows", str(rows))
+            worker = Worker("loadtests.bench.raw", *arguments, log=logs / f"raw-{model.name}.log")
+            found[RAW] = Called(stack.enter_context(worker))
+        if MARATHON in names:
+            log = logs / f"marathon-{model.name}.log"
+            server = stack.enter_context(harness.marathon(model, log, max_rows=rows))
+            found[MARATHON] = Served(server, client, {"model": "default", "ignore_eos": True}, exact=True)
+        if REFERENCE in names:
+            log = logs / f"mlx_lm-{model.name}.log"
+            server = stack.enter_context(harness.reference(model, log, decode_concurrency=rows))
+            found[REFERENCE] = Served(server, client, {"model": "default_model"}, exact=False)
+        yield found

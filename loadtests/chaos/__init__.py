@@ -1,0 +1,1 @@
+"""Chaos: `python -m loadtests.chaos`."""

@@ -1,0 +1,98 @@
+"""Chaos: `python -m loadtests.chaos --mode kill [poison …] [--model llama qwen3_5] [--quick] [--out results]`.
+
+Breaks the engine in every way that it can break, and the patience of clients besides, while requests run; compares
+what each client got with an undisturbed run. Prints what it counted; exits with 1 on any loss. It never imports MLX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from time import monotonic
+
+from loadtests import harness
+from loadtests.chaos import deaths, disconnects, shortage
+from loadtests.chaos.scenario import Findings, Scene, obtain
+
+Mode = Callable[[Scene], Awaitable[Findings]]
+
+MODES: dict[str, Mode] = {
+    "kill": deaths.kill,
+    "kill-during-resume": deaths.kill_during_resume,
+    "abort": deaths.abort,
+    "raise": deaths.raises,
+    "stall": deaths.stall,
+    "garbage": deaths.garbage,
+    "poison": deaths.poison,
+    "zombies": deaths.zombies,
+    "leak": shortage.leak,
+    "fast-leak": shortage.fast_leak,
+    "guard-off": shortage.guard_off,
+    "preempt": shortage.preempt,
+    "preempt-long": shortage.preempt_long,
+    "drain": disconnects.drain,
+    "disconnects": disconnects.disconnects,
+}
+MODELS: dict[str, list[str]] = {"kill": ["llama", "qwen3_5"], "guard-off": ["smollm3"]}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", nargs="+", choices=[*MODES, "all"], default=["all"], help="default: all of them")
+    parser.add_argument("--model", nargs="+", help="of the tiny models; default: what suits the mode, mostly llama")
+    parser.add_argument("--out", type=Path, default=harness.ROOT / "results", help="folder of the logs")
+    parser.add_argument("--models", type=Path, help="folder of the models; default: the folder `tiny` in --out")
+    parser.add_argument("--quick", action="store_true", help="a few of each: shows that it works, proves little")
+    parser.add_argument("--seed", type=int, default=None, help="of the moments; default: another one each time")
+    return parser.parse_args(arguments)
+
+
+async def play(scene: Scene) -> Findings:
+    """One mode with one model; whatever goes wrong is a finding."""
+    try:
+        findings = await MODES[scene.mode](scene)
+    except Exception as error:
+        traceback.print_exc()
+        findings = Findings(scene.mode, problems=[f"{type(error).__name__}: {error}"])
+    findings.problems += scene.left
+    return findings
+
+
+def show(scene: Scene, findings: Findings, seconds: float) -> None:
+    figures = ", ".join(f"{name} {value:.3g}" if value < 1000 else f"{name} {value:,.0f}"
+                        for name, value in findings.figures.items())  # fmt: skip
+    lost = ", ".join(f"{reason} {count:.0f}" for reason, count in findings.lost.items() if count) or "none"
+    word = "FAIL" if findings.problems else "pass"
+    print(f"{word}  {scene.mode} ({scene.model.name}, {seconds:.0f} s): {figures}; engines lost: {lost}", flush=True)
+    for problem in findings.problems[:20]:
+        print(f"      problem: {problem}")
+    for note in findings.notes[:20]:
+        print(f"      note: {note}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    asked = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended in order
+    seed = random.randrange(2**32) if asked.seed is None else asked.seed
+    print(f"{harness.device()}; seed {seed}", flush=True)
+    modes = list(MODES) if "all" in asked.mode else asked.mode
+    failed = False
+    for mode in modes:
+        for name in asked.model or MODELS.get(mode, ["llama"]):
+            model = obtain(name, asked.models or asked.out / "tiny")
+            scene = Scene(mode, model, asked.out / "logs", asked.quick, random.Random(f"{seed} {mode} {name}"))
+            began = monotonic()
+            findings = asyncio.run(play(scene))
+            show(scene, findings, monotonic() - began)
+            failed = failed or bool(findings.problems)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

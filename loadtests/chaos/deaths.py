@@ -1,0 +1,247 @@
+"""Chaos: every way an engine can end, and the streams that must not notice.
+
+Owns the modes kill, kill-during-resume, abort, raise, stall, garbage, poison and zombies. Runs on the event loop of
+`loadtests.chaos`. Signals go only to engines of servers that were started here, by the pid that /health names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Sequence
+from time import monotonic
+
+from loadtests import harness
+from loadtests.chaos.clients import Crew, percentile, prompt, undisturbed
+from loadtests.chaos.clients import bodies as crew_bodies
+from loadtests.chaos.monitor import STALL_SECONDS, Sentinel
+from loadtests.chaos.scenario import Findings, Scene
+from loadtests.chaos.sse_client import Account, ask, completion
+from loadtests.harness import Server
+
+STALL = 1.0  # --stall-seconds of the modes that need it short; twenty times the longest chunk is often more
+ANSWER_SECONDS = 2.0  # of an answer whose every resume is killed: one that had lived through eight deaths may be tried
+GOOD_SECONDS = 15.0  # of work before an engine stalls
+POISON = 77  # first token of a poisonous prompt
+
+
+# ---------------------------------------------------------------- killed from outside
+async def kill(scene: Scene) -> Findings:
+    """SIGKILL at random moments, each once every live stream has moved since the one before."""
+    return await _killed(scene, scene.count(50, 6), during_resume=False)
+
+
+async def kill_during_resume(scene: Scene) -> Findings:
+    """Every second kill hits the engine that resumes from the one before; that must convict nobody."""
+    return await _killed(scene, scene.count(50, 6), during_resume=True)
+
+
+async def _killed(scene: Scene, kills: int, *, during_resume: bool) -> Findings:
+    tokens = scene.count(900, 300)
+    with scene.server() as server:
+        began = monotonic()
+        expected = await undisturbed(server.port, crew_bodies(tokens))
+        if during_resume:
+            tokens = min(tokens, max(60, round(ANSWER_SECONDS * tokens / (monotonic() - began))))
+            expected = await undisturbed(server.port, crew_bodies(tokens))
+        with Sentinel(server.port) as sentinel:
+            async with Crew(server.port, expected) as crew:
+                times = await _kill_again(server, crew, kills, scene.rng, during_resume)
+                await crew.leave()
+        findings = scene.findings(server, "kills", len(times))
+    _tell(findings, crew, times)
+    findings.figures["tokens of an answer"] = tokens
+    findings.watch(sentinel)
+    return findings
+
+
+async def _kill_again(server: Server, crew: Crew, kills: int, rng: random.Random, during_resume: bool) -> list[float]:
+    times: list[float] = []
+    while len(times) < kills and not _broken(crew):
+        up = await _engine_up(server)
+        await crew.moved(up)
+        await asyncio.sleep(rng.uniform(0, 1.5))
+        await crew.moved(up)  # one may have ended meanwhile, and the next one not begun
+        times.append(await _end_engine(server, signal.SIGKILL))
+        if during_resume and len(times) < kills:
+            if rng.random() < 0.7:  # while it reads prompts or draws first tokens; else while it loads
+                await _engine_up(server)
+                await asyncio.sleep(rng.uniform(0, 0.3))
+            else:
+                await asyncio.sleep(rng.uniform(0.2, 2.0))
+            times.append(await _end_engine(server, signal.SIGKILL))
+    return times
+
+
+async def _end_engine(server: Server, sign: signal.Signals) -> float:
+    """When the signal was sent. On return the server knows of the end, unless the engine was only stopped."""
+    while (pid := await asyncio.to_thread(server.engine_pid)) is None:
+        await asyncio.sleep(0.01)
+    now = monotonic()
+    os.kill(pid, sign)
+    while sign != signal.SIGSTOP and await asyncio.to_thread(server.engine_pid) == pid:
+        await asyncio.sleep(0.01)
+    return now
+
+
+async def _engine_up(server: Server, seconds: float = 120.0) -> float:
+    """When an engine was seen to be ready."""
+    began = monotonic()
+    while not (await asyncio.to_thread(server.health))["engine"]["up"]:
+        if monotonic() - began > seconds:
+            raise harness.Failed(f"no engine was ready after {seconds:.0f} s")
+        await asyncio.sleep(0.01)
+    return monotonic()
+
+
+def _broken(crew: Crew) -> bool:
+    return any(not account.ok for account in crew.accounts())
+
+
+def _tell(findings: Findings, crew: Crew, times: Sequence[float]) -> None:
+    verdicts, gaps = crew.judge(), crew.gaps(times)
+    findings.problems += verdicts.problems()
+    findings.figures |= {
+        "answers": len(crew.finished),
+        "same": verdicts.same,
+        "explained": len(verdicts.explained),
+        "gap p50 s": percentile(gaps, 50),
+        "gap p99 s": percentile(gaps, 99),
+    }
+    findings.notes += verdicts.explained
+
+
+# ---------------------------------------------------------------- broken from inside
+async def abort(scene: Scene) -> Findings:
+    """The allocator aborts the process."""
+    return await _broken_inside(scene, "abort")
+
+
+async def raises(scene: Scene) -> Findings:
+    """MLX raises its resource-limit error."""
+    return await _broken_inside(scene, "raise")
+
+
+async def garbage(scene: Scene) -> Findings:
+    """What comes over the seam is no message."""
+    return await _broken_inside(scene, "garbage")
+
+
+async def stall(scene: Scene) -> Findings:
+    """The engine's main thread stands still. It works for much longer than the limit before each time, or the limit
+    would double, as it should."""
+    return await _broken_inside(scene, "stall", stall_seconds=STALL)
+
+
+async def _broken_inside(scene: Scene, act: str, **options: object) -> Findings:
+    deaths = scene.count(10, 2)
+    bodies = crew_bodies(scene.count(900, 300))
+    with scene.server(**options) as server:
+        began = monotonic()
+        expected = await undisturbed(server.port, bodies)
+        pace = bodies[0]["max_tokens"] / (monotonic() - began)
+    step = max(40, round(pace * GOOD_SECONDS)) if act == "stall" else 40
+    with scene.server(faults=f"{act}@decode:{step}*{deaths}", **options) as server, Sentinel(server.port) as sentinel:
+        async with Crew(server.port, expected) as crew:
+            while _restarts(await asyncio.to_thread(server.health)) < deaths and not _broken(crew):
+                await asyncio.sleep(0.2)
+            await crew.leave()
+        findings = scene.findings(server, "deaths", deaths)
+    _tell(findings, crew, sorted(sentinel.deaths.values()))
+    if act == "stall":
+        limits = findings.thresholds("kill_stalled")
+        findings.figures["longest stall limit s"] = max(limits, default=float("nan"))
+        findings.problems += late_kills(list(sentinel.deaths.values()), crew, limits)
+    findings.watch(sentinel)
+    return findings
+
+
+def _restarts(health: dict[str, dict[str, int]]) -> int:
+    return health["engine"]["restarts"]
+
+
+def late_kills(deaths: Sequence[float], crew: Crew, limits: Sequence[float]) -> list[str]:
+    """Engines that stood still for longer than their limit and half a second, by their clients' last token."""
+    problems = []
+    arrivals = sorted(at for _, account in crew.finished for at, _ in account.arrivals)
+    for died, limit in zip(sorted(deaths), limits, strict=False):
+        last = max((at for at in arrivals if at < died), default=died)
+        if died - last > limit + STALL_SECONDS:
+            problems.append(
+                f"an engine stood still for {died - last:.2f} s before it was ended; its limit was {limit:.2f}"
+            )
+    return problems
+
+
+# ---------------------------------------------------------------- a request that kills
+async def poison(scene: Scene) -> Findings:
+    """A request that kills whatever engine runs it: once in prefill, once after five tokens."""
+    findings = Findings("poison")
+    bodies = crew_bodies(scene.count(600, 250))
+    bodies = [*bodies[:3], *(body | {"prompt": prompt(15, scene.rng)} for body in bodies[:3])]
+    with scene.server() as server:
+        expected = await undisturbed(server.port, bodies)
+    for place in ("prefill", "decode"):
+        with scene.server(faults=f"poison@{place}:{POISON}") as server:
+            accounts, poisonous = await _poisoned(server, expected)
+            findings.add(scene.findings(server, f"deaths in {place}", 0))
+        crew = Crew(server.port, expected)
+        crew.finished = list(enumerate(accounts))
+        findings.problems += crew.judge().problems()
+        code = (poisonous.error or {}).get("code")
+        findings.figures[f"deaths in {place}"] = findings.restarts("crash")
+        if code != "generation_failed":
+            findings.problems.append(f"poison in {place} ended with {poisonous.trouble()}")
+    return findings
+
+
+async def _poisoned(server: Server, expected: Sequence[Account]) -> tuple[list[Account], Account]:
+    """Three streams, then the poison, then three fresh requests."""
+    tasks = [asyncio.create_task(ask(server.port, account.body)) for account in expected[:3]]
+    await asyncio.sleep(0.5)
+    bad = asyncio.create_task(ask(server.port, completion([POISON, *range(100, 120)], 100)))
+    await asyncio.sleep(0.5)
+    tasks += [asyncio.create_task(ask(server.port, account.body)) for account in expected[3:]]
+    return list(await asyncio.gather(*tasks)), await bad
+
+
+# ---------------------------------------------------------------- the truth about it
+async def zombies(scene: Scene) -> Findings:
+    """After each fault /ready, /health and the metric say what is."""
+    rounds = scene.count(3, 1)
+    signs = [sign for sign in (signal.SIGKILL, signal.SIGABRT, signal.SIGSTOP) for _ in range(rounds)]
+    late: list[str] = []
+    with scene.server(stall_seconds=STALL) as server:
+        expected = await undisturbed(server.port, crew_bodies(300))
+        with Sentinel(server.port) as sentinel:
+            async with Crew(server.port, expected) as crew:
+                for sign in signs:
+                    await crew.moved(await _engine_up(server))
+                    await asyncio.sleep(3 * STALL)  # works well for a while, or the next stall's limit would be doubled
+                    sent = await _end_engine(server, sign)
+                    await _await_death(sentinel, sent)
+                    if sign == signal.SIGSTOP:
+                        late += _check_stall(server, sentinel, sent)
+                await crew.leave()
+        findings = scene.findings(server, "faults", len(signs))
+    _tell(findings, crew, list(sentinel.deaths.values()))
+    findings.problems += late
+    findings.watch(sentinel)
+    return findings
+
+
+async def _await_death(sentinel: Sentinel, since: float, seconds: float = 120.0) -> None:
+    while not any(died >= since for died in list(sentinel.deaths.values())):
+        if monotonic() - since > seconds:
+            raise harness.Failed(f"an engine lived on for {seconds:.0f} s after its signal")
+        await asyncio.sleep(0.01)
+
+
+def _check_stall(server: Server, sentinel: Sentinel, stopped: float) -> list[str]:
+    took = max(sentinel.deaths.values()) - stopped
+    limit = Findings.actions_of(server, "kill_stalled")[-1]
+    if took > limit + STALL_SECONDS:
+        return [f"a stopped engine was ended after {took:.2f} s; its limit was {limit:.2f}"]
+    return []

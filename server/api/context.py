@@ -1,0 +1,115 @@
+"""What every route needs: the settings, the model's names, and the parts below.
+
+Owns the one worker thread in which all but the shortest bodies are parsed, checked, templated and tokenised, so that
+the event loop goes on reading the seam. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TypeVar
+
+from server.errors import InvalidValue, ModelNotFound, NotReady, StartupError
+from server.grammar.checker import Prover
+from server.ipc.messages import Ready
+from server.metrics import Metrics
+from server.settings import Settings
+from server.supervision.supervisor import Supervisor
+from server.text.tokenizer import Tokenizer
+
+PARTS = ("mlx-marathon", "mlx", "mlx-lm")  # what an answer's text can depend on besides the model
+LIGHT_BYTES = 4096  # of a body that takes a millisecond or two
+HEAVY = (  # may take more
+    b"response_format", b"structured_outputs", b"guided_", b"json_schema", b"grammar", b"regex", b"ebnf", b"tools",
+    b"logit_bias",
+)  # fmt: skip
+MAX_NOTED = 200  # names of unknown fields come from clients
+
+log = logging.getLogger("marathon.api")
+Result = TypeVar("Result")
+
+
+def build() -> str:
+    """The same for the same versions."""
+    versions = [f"{part} {version(part)}" for part in PARTS]
+    return "b" + hashlib.sha256("\n".join(versions).encode()).hexdigest()[:10]
+
+
+def _within_depth(work: Callable[..., Result], *arguments: object) -> Result:
+    """`work(*arguments)`. What is nested so deeply that Python can't walk through it was sent so."""
+    try:
+        return work(*arguments)
+    except RecursionError:
+        raise InvalidValue("The body is nested too deeply") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The served model and all that serves it."""
+
+    settings: Settings
+    name: str  # the model's id
+    created: int
+    tokenizer: Tokenizer
+    supervisor: Supervisor
+    metrics: Metrics
+    worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="text"))
+    prover: Prover = field(default_factory=Prover)
+    noted: set[str] = field(default_factory=set)  # unknown fields that the log has named
+    build: str = field(default_factory=lambda: build())  # tells answers of different versions apart
+
+    @property
+    def names(self) -> set[str]:
+        """Every name under which the model answers; only its id and the aliases are listed."""
+        given = {self.settings.model} if self.settings.model else set()
+        return {self.name, "default", *self.settings.model_alias, *given}
+
+    @property
+    def context(self) -> int:
+        """Positions a sequence may have. The engine reads them from the model's folder by the same rule, so that the
+        number stays once the engine is up."""
+        ready = self.supervisor.known
+        if ready is None:
+            return self.settings.allowed_context(self.tokenizer.context)
+        return self.settings.allowed_context(ready.context)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound for a name that isn't ours; none at all means the served model."""
+        if name is not None and name not in self.names:
+            raise ModelNotFound(f"The model {name[:200]!r} isn't served here; {self.name!r} is", param="model")
+
+    async def known(self) -> Ready:
+        """Facts of the loaded model; waits while the first engine loads it. Raises NotReady when there can be none."""
+        if (ready := self.supervisor.known) is not None:
+            return ready
+        try:
+            return await self.supervisor.wait_known()
+        except StartupError as error:
+            raise NotReady(f"The model can't be loaded: {error}") from error
+
+    async def prepare(self, work: Callable[..., Result], content: bytes, *more: object) -> Result:
+        """`work(self, content, *more)`: what a request's body asks for. Handing it to the worker thread costs more than
+        a short text takes; a schema may take long, however short it is."""
+        if len(content) <= LIGHT_BYTES and not any(word in content for word in HEAVY):
+            return _within_depth(work, self, content, *more)
+        return await self.think(work, self, content, *more)
+
+    async def think(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """`work(*arguments)` in the worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.worker, _within_depth, work, *arguments)
+
+    def note_unknown(self, endpoint: str, fields: list[str]) -> None:
+        """Counts fields that nobody knows; each name is logged once."""
+        if not fields:
+            return
+        self.metrics.unknown_fields(endpoint, len(fields))
+        for name in fields:
+            if name not in self.noted and len(self.noted) < MAX_NOTED:
+                self.noted.add(name)
+                log.warning("a request has the unknown field %r; it is ignored", name[:100])

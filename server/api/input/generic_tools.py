@@ -1,0 +1,103 @@
+"""Tools for models whose chat template knows none.
+
+Owns a plain format for them: the functions are described in the system message, a call is JSON between tags, and what
+tools and calls left in the history is told as text. Runs in the server's worker thread; pure. Models with a format of
+their own come here only if their template leaves calls out of the history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from typing import Any
+
+from server.text.templates.turn import TYPED, Message
+from server.text.tokenizer import Tokenizer, ToolFormat
+
+Tools = list[dict[str, Any]] | None
+
+START, END = "<tool_call>", "</tool_call>"
+PARSER = "json_tools"  # mlx-lm's name for calls of this form
+
+_INSTRUCTIONS = """You can call these functions:
+{functions}
+
+To call one, answer with its name and a JSON object of arguments, in this form and nothing else:
+<tool_call>
+{{"name": "...", "arguments": {{...}}}}
+</tool_call>"""
+
+
+def with_format(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, with the plain format if its model has none."""
+    if tokenizer.tool_format is not None:
+        return tokenizer
+    ids = [tuple(tokenizer.encode(tag, bos=False)) for tag in (START, END)]
+    equipped = copy.copy(tokenizer)
+    equipped.tool_format = ToolFormat(PARSER, START, END, ids[0], ids[1], True, _parse)
+    return equipped
+
+
+def is_ours(form: ToolFormat | None) -> bool:
+    return form is not None and form.parse is _parse
+
+
+def _parse(text: str, tools: list[dict[str, Any]] | None) -> Any:
+    return json.loads(text)
+
+
+def rewritten(tokenizer: Tokenizer, messages: list[Message], tools: Tools) -> tuple[list[Message], Tools]:
+    """The conversation and the tools for the model's template; text instead of what that would leave out."""
+    form = tokenizer.tool_format
+    if is_ours(form):
+        return told(messages, tools), None
+    if form is not None and not tokenizer.able.calls:
+        messages = retold(messages, form.start, form.end, results=tokenizer.able.results)
+    return messages, tools
+
+
+def told(messages: list[Message], tools: Tools) -> list[Message]:
+    """The same conversation in words that any template takes, and what may be called said in its system message."""
+    plain = retold(messages, START, END, results=False)
+    if not tools:
+        return plain
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    words = _INSTRUCTIONS.format(functions=functions)
+    if plain[0]["role"] in ("system", "developer"):
+        first = plain[0] | {"content": f"{plain[0]['content']}\n\n{words}"}
+        return [first, *plain[1:]]
+    return [{"role": "system", "content": words}, *plain]
+
+
+def retold(messages: list[Message], start: str, end: str, *, results: bool) -> list[Message]:
+    """The same conversation with its calls as text between these tags; the tools' messages stay if the template shows
+    `results`."""
+    return [_plain(message, start, end, results) for message in messages]
+
+
+def _plain(message: Message, start: str, end: str, results: bool) -> Message:
+    if message["role"] in ("tool", "function") and not results:
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = [_call(call["function"]) for call in message.get("tool_calls") or []]
+    if not calls:
+        return message
+    said = [_part(message["content"] + "\n")] if message["content"] else []
+    for number, call in enumerate(calls):
+        between = "\n" if number else ""
+        said += [_part(f"{between}{start}\n"), _part(call) | {TYPED: True}, _part(f"\n{end}")]
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return kept | {"content": said}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _call(function: dict[str, Any]) -> str:
+    """Arguments that are no JSON are shown as the text they are."""
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments or "{}")
+    return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)

@@ -1,0 +1,145 @@
+"""Which form an answer must have, in any of the ways in which clients ask for one.
+
+Owns the reading of `response_format` and of the fields that vLLM's and llama.cpp's clients use instead. Runs in the
+server's worker thread; pure. Never builds the whole grammar: an answer may also reason or call tools.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from server.api.input.schema import Generation, StructuredOutputs
+from server.errors import InvalidValue
+from server.grammar import build
+from server.settings import Settings
+
+_ASCII = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One wish.
+
+    Attributes:
+        param: where it stands in the request.
+        rule: the grammar rule of what is no JSON.
+        schema: the JSON schema, if `rule` is empty.
+    """
+
+    param: str
+    rule: str = ""
+    schema: Any = None
+
+
+def read(request: Generation, settings: Settings) -> Form | None:
+    """The form that the request asks for. Raises InvalidValue for several, or for one that makes no sense."""
+    wishes = [(param, value, make) for param, value, make in _wishes(request) if value is not None]
+    if not wishes:
+        return None
+    if len(wishes) > 1:
+        raise InvalidValue(f"{wishes[1][0]}: the answer's form is given by {wishes[0][0]} already", param=wishes[1][0])
+    param, value, make = wishes[0]
+    check_size(value, settings, param)
+    return make(value, param)
+
+
+def _wishes(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Form]]]:
+    """Every place where a form may be asked for, what stands there, and how it is read."""
+    nested = request.structured_outputs or StructuredOutputs.model_validate({})
+    return [
+        *_response_format(request),
+        ("structured_outputs.json", nested.json_, _json),
+        ("structured_outputs.json_object", nested.json_object or None, _any_object),
+        ("structured_outputs.regex", nested.regex, _regex),
+        ("structured_outputs.choice", nested.choice, _choice),
+        ("structured_outputs.grammar", nested.grammar, _grammar),
+        ("guided_json", request.guided_json, _json),
+        ("guided_regex", request.guided_regex, _regex),
+        ("guided_choice", request.guided_choice, _choice),
+        ("guided_grammar", request.guided_grammar, _grammar),
+        ("regex", request.regex, _regex),
+        ("ebnf", request.ebnf, _grammar),
+        ("json_schema", request.json_schema, _json),
+        ("grammar", request.grammar or None, _grammar),
+    ]
+
+
+def _response_format(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Form]]]:
+    wish = request.response_format
+    if wish is None or wish.type == "text":
+        return []
+    if wish.type == "json_schema":
+        if wish.json_schema is None:
+            message = "response_format: type json_schema needs json_schema"
+            raise InvalidValue(message, param="response_format.json_schema")
+        return [("response_format.json_schema.schema", wish.json_schema.schema_, _json)]
+    if wish.schema_ is not None:
+        return [("response_format.schema", wish.schema_, _json)]
+    return [("response_format", True, _any_object)]
+
+
+def check_size(value: object, settings: Settings, param: str) -> None:
+    """Raises for a schema, or another description of a form, that is larger than the settings allow."""
+    size = len(json.dumps(value, ensure_ascii=False).encode())
+    if size > settings.max_schema_bytes:
+        message = f"{param}: the schema has {size} bytes; at most {settings.max_schema_bytes} are taken"
+        raise InvalidValue(message, param=param)
+
+
+# ---------------------------------------------------------------- kinds
+def _json(value: Any, param: str) -> Form:
+    """A schema, which some clients send as text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise InvalidValue(f"{param}: this isn't valid JSON: {error}", param=param) from None
+    if not isinstance(value, dict | bool):
+        raise InvalidValue(f"{param}: a JSON schema is an object", param=param)
+    return Form(param, schema=value)
+
+
+def _any_object(value: Any, param: str) -> Form:
+    return Form(param, schema=build.ANY_OBJECT)
+
+
+def _regex(value: str, param: str) -> Form:
+    made = json.loads(LLMatcher.grammar_from_regex(ascii_classes(value)))["grammars"][0]["lark_grammar"]
+    return Form(param, rule=made.removeprefix("start: ").replace("\n", "\\n"))
+
+
+def ascii_classes(pattern: str) -> str:
+    r"""`\d` and `\w` as ASCII: llguidance's are any script's, JSON Schema's are ASCII, and Python's those of its own
+    Unicode version. In a negated class they stay as they are: there the wide meaning is what all three share."""
+    out: list[str] = []
+    brackets: list[bool] = []  # around this place: whether each is negated
+    for part in re.findall(r"\\.|\[\^|.", pattern, re.DOTALL):
+        if part in _ASCII and not any(brackets):
+            part = _ASCII[part]
+        elif part in ("[", "[^"):
+            brackets.append(part == "[^")
+        elif part == "]" and brackets:
+            brackets.pop()
+        out.append(part)
+    return "".join(out)
+
+
+def _choice(value: list[str], param: str) -> Form:
+    return Form(param, rule=" | ".join(build.quoted(choice) for choice in value))
+
+
+def _grammar(value: str, param: str) -> Form:
+    """GBNF as llama.cpp has it, or Lark as llguidance has it."""
+    try:
+        lark = any_to_lark(value)
+    except Exception as error:  # the converter raises bare ones
+        reason = " ".join(str(error).split())[:300]
+        raise InvalidValue(f"{param}: this is no grammar: {reason}", param=param) from None
+    return Form(param, rule=f"%lark {{\n{lark}\n}}")

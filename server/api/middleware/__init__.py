@@ -1,0 +1,1 @@
+"""What every request passes: who may call, and one record of each call."""

@@ -1,0 +1,158 @@
+"""A request's answer while it forms.
+
+Owns the state of each choice and the loop that reads news of them, the same for streamed and plain answers, so that
+they can't differ. Runs on the event loop. Never decides what a chunk looks like: that is each protocol's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from server.ipc import messages
+from server.ipc.messages import TokenLogprobs
+from server.supervision.generation import Delta, Generation, Live
+from server.text.detokenizer import Answer, Content, Piece, Reasoning, TextState
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token of the answer with its log probabilities."""
+
+    token: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer of a request; mutable, owned by the `Reply` that reads it.
+
+    Attributes:
+        scored: tokens with log probabilities that no chunk has shown yet.
+        ids: tokens that no chunk has told yet, where ids are asked for; with the one that ended the answer.
+        begun: something of it was told.
+    """
+
+    index: int
+    generation: Generation
+    text: TextState
+    finish: str | None = None
+    cached: int = 0
+    begun: bool = False
+    scored: list[Scored] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    keeps_ids: bool = False
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    answer: Answer = field(default_factory=Answer)
+
+    @property
+    def sequence(self) -> messages.Sequence:
+        return self.generation.sequence
+
+    def take(self, delta: Delta) -> list[Piece]:
+        """What the news adds for the client to see."""
+        self.cached = delta.cached if delta.cached is not None else self.cached
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        before = self.text.tokens
+        pieces = self.text.feed(delta.tokens)
+        if delta.logprobs:
+            self._score(delta, self.text.tokens - before)
+        if self.keeps_ids:
+            self.ids += delta.tokens[: self.text.tokens - before]
+        if delta.finish is not None or self.text.stopped:
+            pieces = joined(pieces, self.text.finish(cut=delta.finish == "length"))
+            ended = "stop" if self.text.stopped else delta.finish
+            self.finish = "tool_calls" if self.text.calls and ended == "stop" else ended
+        return pieces
+
+    def _score(self, delta: Delta, used: int) -> None:
+        stops = self.sequence.stop_ids if delta.finish == "stop" else ()
+        pairs = zip(delta.tokens[:used], delta.logprobs[:used], strict=True)
+        self.scored += [Scored(token, self._with_own(token, found)) for token, found in pairs if token not in stops]
+
+    def _with_own(self, token: int, found: TokenLogprobs) -> TokenLogprobs:
+        """Where alternatives are named by the request, the drawn token is always one more."""
+        named = self.sequence.scored
+        if not named or token in named:
+            return found
+        return TokenLogprobs(found.logprob, sorted([(token, found.logprob), *found.top], key=lambda pair: -pair[1]))
+
+    def take_ids(self) -> list[int]:
+        ids, self.ids = self.ids, []
+        return ids
+
+    def take_scored(self) -> list[Scored]:
+        scored, self.scored = self.scored, []
+        return scored
+
+
+def joined(first: list[Piece], second: list[Piece]) -> list[Piece]:
+    """Pieces in a row, with text at the seam made one: a last token and what it lets go are one chunk."""
+    if first and second:
+        left, right = first[-1], second[0]
+        for kind in (Content, Reasoning):
+            if isinstance(left, kind) and isinstance(right, kind):
+                return [*first[:-1], kind(left.text + right.text), *second[1:]]
+    return first + second
+
+
+class Reply:
+    """All choices of one request, and the `Live` that brings their news."""
+
+    def __init__(self, live: Live, texts: Sequence[TextState], keepalive: float, *, keeps_ids: bool = False) -> None:
+        self.live = live
+        self.choices = [
+            Choice(i, generation, text, keeps_ids=keeps_ids)
+            for i, (generation, text) in enumerate(zip(live.generations, texts, strict=True))
+        ]
+        self._keepalive, self._shown = keepalive, monotonic()
+
+    @property
+    def _patience(self) -> float:
+        """Seconds until the line needs a sign of life."""
+        return max(0.0, self._shown + self._keepalive - monotonic())
+
+    def showed(self, anything: bool) -> bool:
+        """Whether the line needs a sign of life, after news of which the client was shown something or nothing."""
+        if not anything and self._patience:
+            return False
+        self._shown = monotonic()
+        return not anything
+
+    async def news(self) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:
+        """Choices with their new pieces; [] when nothing has come for so long that the line needs a sign of life."""
+        while any(choice.finish is None for choice in self.choices):
+            yield [
+                (self.choices[index], self._take(index, delta))
+                for index, delta in await self.live.read(self._patience or self._keepalive)
+            ]
+        if any(choice.finish == "tool_calls" for choice in self.choices):
+            self.live.outcome = "tool_calls"
+
+    def _take(self, index: int, delta: Delta) -> list[Piece]:
+        choice = self.choices[index]
+        pieces = choice.take(delta)
+        if choice.text.stopped:
+            self.live.cancel(index)
+        return pieces
+
+    async def collect(self) -> None:
+        """Reads all of it into the choices' answers."""
+        async for news in self.news():
+            for choice, pieces in news:
+                choice.answer.add(pieces)
+
+    def usage(self, per_prompt: int = 1) -> dict[str, Any]:
+        """Token counts; the `per_prompt` choices of one prompt count it once."""
+        firsts = self.choices[::per_prompt]
+        prompt = sum(len(choice.sequence.prompt) for choice in firsts)
+        completion = sum(choice.text.tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in firsts)},
+            "completion_tokens_details": {"reasoning_tokens": sum(c.text.reasoning_tokens for c in self.choices)},
+        }

@@ -1,0 +1,165 @@
+"""From sequences to an HTTP answer, streamed or not.
+
+Owns the life of one generation request: open it, follow it, leave it, and say in the access log what it was. Runs on
+the event loop. The shape of the answer is the protocol's, given as a `Form`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.context import Served
+from server.api.input.schema import Generation
+from server.api.middleware.access import Record, record_of
+from server.api.output.choices import Choice, Reply
+from server.api.output.sse import DONE, KEEPALIVE, PREFILL, EventStream, encode, event
+from server.errors import InternalError, RequestError
+from server.ipc.messages import Sequence
+from server.text.detokenizer import Piece, TextState
+
+CLIENT_LEFT = 499  # for the log; nobody reads it
+
+log = logging.getLogger("marathon.api")
+
+
+class Form(Protocol):
+    """What the answer looks like on the wire."""
+
+    def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
+        """Events that tell the new pieces of one choice."""
+
+    def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        """The event that tells the usage, if it is wanted."""
+
+    def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        """The plain answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that has been understood; all that is left is to do it.
+
+    Attributes:
+        texts: one a sequence.
+        unknown: fields that nobody knows.
+    """
+
+    request: Generation
+    sequences: list[Sequence]
+    texts: list[TextState]
+    form: Form
+    unknown: list[str]
+
+
+async def respond(served: Served, http: Request, endpoint: str, prepared: Prepared) -> Response:
+    """The HTTP answer. Raises RequestError before the first byte."""
+    record = record_of(http.scope)
+    served.note_unknown(endpoint, prepared.unknown)
+    record.facts |= wishes(prepared)
+    live = served.supervisor.open(prepared.sequences, endpoint=endpoint)
+    keeps_ids = bool(prepared.request.return_token_ids)
+    reply = Reply(live, prepared.texts, served.settings.keepalive_seconds, keeps_ids=keeps_ids)
+    if prepared.request.stream:
+        frames = stream(reply, prepared, record)
+        return EventStream(frames, live, served.settings.send_timeout_seconds)
+    if await unless_left(http, collect(reply, record, prepared)):
+        answer = prepared.form.whole(reply.choices, reply.usage(prepared.request.n or 1))
+        return Response(encode(answer), media_type="application/json")
+    record.facts["finish"] = "client left"
+    return Response(status_code=CLIENT_LEFT)
+
+
+async def collect(reply: Reply, record: Record, prepared: Prepared) -> None:
+    async with reply.live:
+        try:
+            await reply.collect()
+        finally:
+            record.facts |= outcome(reply, prepared)
+
+
+async def stream(reply: Reply, prepared: Prepared, record: Record) -> AsyncGenerator[bytes, None]:
+    """Events as they form, and a comment where nothing was shown for too long. A failure is one more event, after which
+    the stream ends without [DONE]."""
+    form = prepared.form
+    async with reply.live:
+        try:
+            async for news in reply.news():
+                data = b"".join([form.chunks(choice, pieces) for choice, pieces in news])
+                if reply.showed(bool(data)):
+                    yield sign_of_life(reply)
+                elif data:
+                    yield data
+            yield form.last(reply.choices, reply.usage(prepared.request.n or 1)) + DONE
+        except RequestError as error:
+            reply.live.outcome = "error"
+            record.error = error
+            yield event(error.body())
+        except Exception:
+            reply.live.outcome = "error"
+            log.exception("request %s failed in its stream", record.request_id)
+            yield event(InternalError("The server made a mistake; its log knows more.").body())
+        finally:
+            record.facts |= outcome(reply, prepared)
+
+
+def sign_of_life(reply: Reply) -> bytes:
+    """A comment for a stream on which nothing has been shown for a while."""
+    progress = reply.live.prefill_progress
+    return PREFILL % (progress.done, progress.total) if progress else KEEPALIVE
+
+
+async def unless_left(http: Request, work: Coroutine[Any, Any, None]) -> bool:
+    """Does the work unless the client leaves first; False if it did."""
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            return False
+        await doing
+        return True
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _disconnected(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+# ---------------------------------------------------------------- the access log
+def wishes(prepared: Prepared) -> dict[str, Any]:
+    """What was asked for, with the defaults filled in."""
+    first = prepared.sequences[0]
+    draws = first.sampling
+    facts = {
+        "stream": bool(prepared.request.stream),
+        "choices": len(prepared.sequences),
+        "max_tokens": first.max_tokens,
+        "temperature": draws.temperature,
+        "top_p": draws.top_p,
+        "top_k": draws.top_k,
+        "min_p": draws.min_p,
+        "seed": draws.seed,
+    }
+    penalties = {name: getattr(draws, name) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")}
+    return facts | {name: value for name, value in penalties.items() if value not in (0.0, 1.0)}
+
+
+def outcome(reply: Reply, prepared: Prepared) -> dict[str, Any]:
+    """What came of it."""
+    usage = reply.usage(prepared.request.n or 1)
+    return {
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "completion_tokens": usage["completion_tokens"],
+        "finish": ",".join(choice.finish or "unfinished" for choice in reply.choices[:4]),
+    }

@@ -1,0 +1,1 @@
+"""`marathon certify`."""

@@ -1,0 +1,1 @@
+"""What runs on arrays inside a step."""

@@ -1,0 +1,1 @@
+"""Where settings are written, and where Marathon keeps what it makes."""

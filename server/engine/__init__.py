@@ -1,0 +1,1 @@
+"""The engine process: owns MLX, decides and runs each iteration."""

@@ -1,0 +1,90 @@
+"""The engine process: owns the device, takes commands, sends steps.
+
+`python -m server.engine --fd N` is started by the supervisor with its end of a socketpair. Three threads: the main
+thread is the only one that touches MLX (streams are thread-local); a reader thread takes commands and ends the
+process at EOF, so that no engine outlives its server; a writer thread sends progress each second, also while the
+main thread is stuck. It never sees text or HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import socket
+import sys
+
+from server import faults as faults_module
+from server.config import open_files
+from server.engine.channel import Pulse, Seam
+from server.errors import StartupError
+from server.ipc import messages
+from server.ipc.messages import Snapshot, Start
+from server.settings import Settings, from_json
+from server.telemetry import logs
+
+EXIT_WEDGED = 70  # an allocator or resource-limit error: nothing can run on this device queue any more
+
+log = logging.getLogger("marathon.engine")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Marathon's engine process; started by the server, not by people")
+    parser.add_argument("--fd", type=int, required=True, help="inherited end of the socketpair")
+    seam = Seam(socket.socket(fileno=parser.parse_args().fd))
+    seam.start_reader()
+    first = seam.receive(None)
+    if not isinstance(first, Start):
+        sys.exit("engine: the first command must be Start")
+    settings = from_json(first.settings)
+    logs.configure(settings.log_level, settings.log_format, f"engine {first.epoch}")
+    _tie_to_parent()
+    sys.exit(run(seam, first, settings))
+
+
+def _tie_to_parent() -> None:
+    """On Linux the kernel ends us with the server, even if the reader thread should be stuck."""
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def run(seam: Seam, start: Start, settings: Settings) -> int:
+    """The engine's life after its first command; returns the exit status."""
+    snapshot = Snapshot()
+    pulse = Pulse(seam, start.epoch, snapshot)
+    pulse.start()
+    fault = faults_module.Faults(
+        faults_module.parse(settings.faults), epoch=start.epoch, write_garbage=seam.send_garbage
+    )
+    pulse.enter("importing MLX and the models' code")
+    fault.at_start()
+    with open_files.kept():
+        from server.engine import loop  # MLX and the model code load here, with the pulse already beating
+
+    try:
+        engine = loop.open_loop(seam, pulse, snapshot, start, settings, fault)
+    except StartupError as error:
+        seam.send(messages.LoadFailed(start.epoch, str(error)))
+        return 2
+    gc.collect()
+    gc.freeze()  # what is there now stays: a full collection looks through all of it, between two tokens
+    try:
+        engine.run()
+    except loop.Wedged as error:
+        log.critical("%s", error)
+        os._exit(EXIT_WEDGED)
+    finally:
+        pulse.stop()
+    engine.close()
+    if engine.compiling.is_busy:
+        os._exit(0)  # Python would wait for the thread at exit, and it may never end
+    return 0
+
+
+if __name__ == "__main__":
+    main()

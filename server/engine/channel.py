@@ -1,0 +1,113 @@
+"""The engine's end of the socket, and its pulse.
+
+Owns the reader thread, which takes commands and ends the process at EOF so that no engine outlives its server, and
+the writer thread, which sends progress each second, also while the main thread is stuck. Never touches MLX.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from time import monotonic
+
+from server.ipc import messages
+from server.ipc.messages import PROGRESS_SECONDS, Command, Event, Frames, Progress, Snapshot
+
+READ_SIZE = 1 << 16
+SERVING = "serving"  # the stage that doesn't end
+
+log = logging.getLogger("marathon.engine")
+
+
+class Seam:
+    """The engine's end of the socket. `send` may be called by the main and the writer thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def start_reader(self) -> None:
+        """Begin to take commands."""
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+
+    def _read(self) -> None:
+        frames = Frames()
+        try:
+            while data := self._socket.recv(READ_SIZE):
+                for frame in frames.feed(data):
+                    self._inbox.put(messages.unpack_command(frame))
+        except (OSError, messages.TornFrame) as error:
+            log.error("the server's side of the seam is broken: %s", error)
+        os._exit(0)  # the server is gone; whatever the main thread does, nobody waits for it
+
+    def send(self, event: Event) -> None:
+        frame = messages.pack(event)
+        with self._lock:
+            self._socket.sendall(frame)
+
+    def send_garbage(self) -> None:
+        """What a process that writes over its own memory might send. For fault injection."""
+        with self._lock:
+            self._socket.sendall(b"\xff\x00garbage" * 64)
+
+    def receive(self, timeout: float | None) -> Command | None:
+        """The next command; None after `timeout` seconds."""
+        try:
+            return self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def received(self) -> Iterator[Command]:
+        """Commands that are here already."""
+        while not self._inbox.empty():
+            yield self._inbox.get()
+
+    @property
+    def waiting(self) -> bool:
+        return not self._inbox.empty()
+
+
+class Pulse:
+    """The progress counter and the thread that reports it."""
+
+    def __init__(self, seam: Seam, epoch: int, snapshot: Snapshot) -> None:
+        self._seam, self._epoch, self._snapshot = seam, epoch, snapshot
+        self._stopped = threading.Event()
+        self.count = 0
+        self.stage = "starting"
+        self._beaten = monotonic()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="writer", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def enter(self, stage: str) -> None:
+        """A stage of loading begins; told at once."""
+        self.stage = stage
+        self.beat()
+        self.report()
+
+    def beat(self) -> None:
+        """A chunk, a step or a stage is done."""
+        self.count += 1
+        self._beaten = monotonic()
+
+    def report(self) -> None:
+        """Readings go with it once the engine serves: before, nothing has been read, and nothing isn't zero."""
+        still = monotonic() - self._beaten
+        snapshot = self._snapshot if self.stage == SERVING else None
+        self._seam.send(Progress(self._epoch, self.count, self.stage, snapshot, still))
+
+    def _run(self) -> None:
+        while not self._stopped.wait(PROGRESS_SECONDS):
+            try:
+                self.report()
+            except OSError:
+                return  # the reader thread ends the process

@@ -1,0 +1,370 @@
+"""The engine's main loop: commands in, prompts within their budget, one step a due group, tokens out.
+
+Owns every row in the engine and the order of an iteration. Runs in the engine process's main thread and is the only
+caller of MLX once it runs. It knows nothing of text and HTTP.
+
+An iteration takes the commands, plans what is read, who joins and who is stepped, has each operation carried out, and
+publishes what was drawn. What is planned comes from `Prefill` and `Groups`; the executor does it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from time import perf_counter
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from server.cache_guard import Guard
+from server.compute.laps import Stopwatch
+from server.compute.rows import Drawn, Row
+from server.config.cache_folder import TRIALS, cache_folder
+from server.engine.channel import SERVING, Pulse, Seam
+from server.engine.compiling import COMPILE_SECONDS, Compiling
+from server.engine.constraints import Grammars
+from server.engine.executor import Executor
+from server.engine.groups import Groups
+from server.engine.joint_prefill import Cohorts
+from server.engine.model import Loaded
+from server.engine.outbox import Outbox
+from server.engine.plan import Begin, Census, KeepRead, OperationFailed, Step, Tell
+from server.engine.prefill import Prefill, Turn
+from server.engine.prefix_cache import PrefixCache
+from server.engine.recovery import Recovery, Wedged
+from server.engine.relief import Relief
+from server.engine.runner import Runner
+from server.engine.sharing import Sharing
+from server.engine.stock import Stock
+from server.engine.trial_results import TrialResults
+from server.faults import Faults
+from server.ipc.messages import Cancel, Command, Drain, End, Reclaim, Sequence, Snapshot, Start, Submit
+from server.memory.pressure import Act, Verb
+from server.memory.residency import Residency, device_memory
+from server.settings import Settings
+
+IDLE_SECONDS = 1.0
+WAIT_SECONDS = 0.005  # between two looks at grammars being compiled while there is nothing else to do
+BUDGET_SHARE = 0.4  # of prefill_stall_ms that one iteration's chunks aim at; the rest is room for a slow chunk
+ALONE_SECONDS = 1.0  # an iteration's chunks while no row decodes: commands are heeded in between
+JOIN_AT_LEAST = 4  # complete prompts that end an iteration's prefill early
+
+log = logging.getLogger("marathon.engine")
+
+__all__ = ["Loop", "Wedged", "open_loop", "unfit"]
+
+
+def unfit(sequence: Sequence, generated: list[int], vocabulary: int) -> str:
+    """Say why a sequence can't run here, or nothing. An id that the model doesn't have would fail its batch mates."""
+    if not sequence.prompt:
+        return "the prompt is empty"
+    given = {
+        "prompt": sequence.prompt + generated,
+        "stop_ids": sequence.stop_ids,
+        "logit_bias": sequence.sampling.logit_bias,
+    }
+    for name, ids in given.items():
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            return f"{name} has an id that the model doesn't have, which has {vocabulary}"
+    return ""
+
+
+class State(Enum):
+    """Whether the loop has anything to do."""
+
+    RUNNING = "running"
+    WAITING = "waiting"  # rows are there, but none could go on in the last iteration
+    DRAINING = "draining"
+
+
+class Loop:
+    """Owned by the engine's main thread."""
+
+    def __init__(
+        self,
+        seam: Seam,
+        pulse: Pulse,
+        snapshot: Snapshot,
+        start: Start,
+        settings: Settings,
+        loaded: Loaded,
+        residency: Residency,
+        faults: Faults,
+        executor: Executor | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """Without an `executor` the plans are carried out on this process's device."""
+        guard = Guard(settings.guard, settings.census_steps, snapshot)
+        watch = Stopwatch(clock)
+        snapshot.step_seconds = watch.seconds
+        prefix = PrefixCache(settings.prefix_cache, snapshot)
+        self._seam = seam
+        self._vocabulary = loaded.probe.vocab_size
+        self._budget = settings.prefill_stall_ms / 1000 * BUDGET_SHARE
+        executor = executor or Executor(loaded.model, guard, prefix, {}, watch)
+        self.rows = executor.rows
+        self._sharing = Sharing(prefix, make_prompt_cache(loaded.model), loaded.row_bytes)
+        self._prefill = Prefill(self._sharing, Cohorts(loaded.probe.reads, self._sharing.waits), loaded.longest_chunk)
+        self._groups = Groups(executor.batches, loaded, settings.long_group_interval)
+        self.runner = Runner(executor, self.rows, watch, pulse, snapshot, faults, residency)
+        self._outbox = Outbox(seam, start.epoch, snapshot, watch)
+        self.compiling = Compiling(Grammars(Path(start.model_path), loaded.probe.vocab_size))
+        self._recovery = Recovery(self.rows, self.runner, self._groups, self._prefill, self.compiling)
+        self.stock = Stock(executor, self._groups, self._prefill, loaded, snapshot)
+        self._relief = Relief(residency, self.runner, self.stock, self._outbox, settings.buffer_limit)
+        self._state = State.RUNNING
+
+    # ------------------------------------------------------------ life
+    def run(self) -> None:
+        """Run until `Drain`. Raises Wedged when the process must be replaced at once."""
+        while self._state is not State.DRAINING:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take commands, and run one iteration if there are rows."""
+        self._take_commands()
+        if self.rows:
+            self._iterate()
+
+    def close(self) -> None:
+        """Free everything in an order that lets the process exit cleanly: without it MLX may abort at exit."""
+        self.compiling.close()
+        self.rows.clear()
+        self._prefill.readings.clear()
+        self.runner.close()
+        gc.unfreeze()
+        gc.collect()
+        mx.synchronize()
+        mx.clear_cache()
+        mx.clear_streams()
+
+    # ------------------------------------------------------------ commands
+    def _take_commands(self) -> None:
+        self._end_endless_grammar()
+        if not self.rows or self._state is State.WAITING:
+            patience = WAIT_SECONDS if self.rows else IDLE_SECONDS
+            command = self._seam.receive(patience)
+            if command is None:
+                self._relieve()
+                return
+            self._obey(command)
+        for command in self._seam.received():
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            self._submit(command)
+        elif isinstance(command, Cancel):
+            self._cancel(command.seq)
+        elif isinstance(command, Reclaim):
+            for act in self._relief.reclaim():
+                self._preempt(act)
+        elif isinstance(command, Drain):
+            self._state = State.DRAINING
+
+    def _submit(self, command: Submit) -> None:
+        sequence = command.sequence
+        if command.generated:
+            self.runner.resumed()
+        self._outbox.taken(command.seq)
+        if fault := unfit(sequence, command.generated, self._vocabulary):
+            self._outbox.refused(command.seq, fault)
+            return
+        tokens = sequence.prompt + command.generated
+        stops = frozenset(sequence.stop_ids)
+        row = Row(command.seq, sequence, tokens, stops=stops, arrived=perf_counter())
+        self.rows[row.seq] = row
+        self.compiling.begin(row)
+        self._prefill.insert(row)
+
+    def _cancel(self, seq: int) -> None:
+        """The server wants no more of this row. What it has read is kept as it is of a row that ends by itself."""
+        if seq not in self.rows:
+            return
+        room = self.runner.room
+        try:
+            self.runner.follow(self._prefill.keep(seq, room))
+            self._forget(seq)
+            self.runner.follow(self._groups.leave([seq], lambda length: self._sharing.keeps_begun(length, room)))
+        except OperationFailed as failure:
+            self._forget(seq)
+            self._survive(failure)
+
+    def _forget(self, seq: int) -> None:
+        """Take a row off every list but that of its batch."""
+        self.rows.pop(seq, None)
+        self.compiling.cancel(seq)
+        self._recovery.forget(seq)
+        self._prefill.remove(seq)
+
+    def _fail(self, row: Row, kind: str, message: str) -> None:
+        """End a row with an error."""
+        self._forget(row.seq)
+        self.runner.follow(self._groups.leave([row.seq]))
+        self._outbox.failed(row.seq, kind, message)
+
+    def _survive(self, error: Exception) -> None:
+        """Rebuild what a failed operation cost. Raises Wedged when this process can't go on."""
+        try:
+            ended = self._recovery.survive(error)
+        except Wedged:
+            self._relief.report_spent()
+            raise
+        for row, why in ended:
+            self._fail(row, "row", why)
+
+    def _end_endless_grammar(self) -> None:
+        if found := self.compiling.endless():
+            seconds, rows = found
+            for row in rows:
+                self._fail(row, "row", f"its grammar isn't compiled within {COMPILE_SECONDS:g} s")
+            self._outbox.rotate(seconds, COMPILE_SECONDS, "seconds of compiling a grammar", is_leak=False)
+
+    # ------------------------------------------------------------ an iteration
+    def _iterate(self) -> None:
+        before = self.runner.progress
+        self.runner.begin()
+        drawn: list[Drawn] = []
+        joined: list[Row] = []
+        try:
+            self._relief.enforce()
+            joined = self._read_prompts()
+            self.runner.follow(self._groups.join(joined))
+            self._relieve()
+            self._step(drawn)
+        except Exception as error:
+            self._survive(error)
+        self._deliver(drawn)  # also what groups drew before another one failed
+        if joined:
+            self._tell_first(joined)
+        if self._state is not State.DRAINING:
+            idle = self.runner.progress == before
+            self._state = State.WAITING if idle else State.RUNNING
+
+    def _read_prompts(self) -> list[Row]:
+        """Read prompts within the budget; returns the rows that go on to decode."""
+        if not self._prefill.readings:
+            return []
+        for row, why in self.compiling.take():
+            self._fail(row, "row", why)
+        self.stock.count()  # before, since the first chunk may take long
+        decoding = self._groups.rows
+        turn = Turn(ALONE_SECONDS, self.runner.room, enough=max(JOIN_AT_LEAST, decoding // 2), patience=self._budget)
+        if decoding:
+            turn.budget = self._budget
+        try:
+            rows = self.runner.follow(self._prefill.plan(turn), part="prefill")
+        finally:
+            for operation in self.runner.record:
+                if isinstance(operation, Begin):
+                    self._outbox.begun(self.rows[operation.seq])
+        return [row for row in rows if not self._is_complete(row)]
+
+    def _is_complete(self, row: Row) -> bool:
+        """Report the prompt's logprobs of a row that asked; whether it asked for nothing more."""
+        if row.sequence.prompt_logprobs:
+            self._outbox.scored(row)
+        if row.sequence.max_tokens > row.produced:
+            return False
+        self._outbox.publish([], [End(row.seq, "length")])
+        if self._sharing.keeps_read(row.read, self.runner.room):
+            self.runner.run(KeepRead(row.seq, row.read))
+        self._forget(row.seq)
+        return True
+
+    def _step(self, drawn: list[Drawn]) -> None:
+        """Step the groups that are due; what each one read is added to `drawn`."""
+        for batch in self.runner.follow(self._groups.due()):
+            result = self.runner.run(Step(batch))
+            self._groups.note(batch, result.seconds)
+            drawn.append(result.outcome)
+        if drawn:
+            self.runner.run(Census())
+
+    def _tell_first(self, joined: list[Row]) -> None:
+        """Report the first tokens of rows that joined in this iteration: the next one may begin with a long chunk."""
+        drawn: list[Drawn] = []
+        try:
+            for batch in self._groups.untold({row.seq for row in joined}):
+                drawn.append(self.runner.run(Tell(batch)).outcome)
+        except OperationFailed as failure:
+            self._survive(failure)
+        self._deliver(drawn)
+
+    def _deliver(self, drawn: list[Drawn]) -> None:
+        """Publish what was drawn, and let rows go that have ended."""
+        ended = [(row.seq, finish) for news in drawn for row, finish in news.ended]
+        self._outbox.publish(drawn, [End(seq, finish) for seq, finish in ended])
+        self._recovery.forgive(drawn)
+        for seq, _ in ended:
+            self._forget(seq)
+        failed = [pair for news in drawn for pair in news.failed]
+        for row, message in failed:
+            self._forget(row.seq)
+            self._outbox.failed(row.seq, "row", message)
+        room = self.runner.room
+        try:
+            gone = [seq for seq, _ in ended]
+            self.runner.follow(self._groups.leave(gone, lambda length: self._sharing.keeps_read(length, room)))
+            lost = [row.seq for row, _ in failed]
+            self.runner.follow(self._groups.leave(lost, lambda length: self._sharing.keeps_begun(length, room)))
+        except OperationFailed as failure:
+            self._survive(failure)
+
+    # ------------------------------------------------------------ memory
+    def _relieve(self) -> None:
+        """Act on what memory and live buffers call for, until there is room for the next step."""
+        while True:
+            rows = len(self.rows)
+            for act in self._relief.due():
+                self._preempt(act)
+            if len(self.rows) == rows:
+                return
+
+    def _preempt(self, act: Act) -> None:
+        """The newest row gives its memory back; the oldest never does."""
+        if act.name != Verb.PREEMPT or not self.rows:
+            return
+        newest = self.rows[max(self.rows)]
+        if len(self.rows) == 1:
+            needed = f"needs more than the memory limit: {act.reading:.0f} of {act.threshold:.0f} bytes"
+            self._fail(newest, "memory", needed)
+            return
+        self._forget(newest.seq)
+        self.runner.follow(self._groups.leave([newest.seq]))
+        self._relief.read_again()
+        self._outbox.preempted(newest.seq)
+
+
+def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settings: Settings, faults: Faults) -> Loop:
+    """Load the model, announce it, and give the loop that runs it. Raises StartupError."""
+    from server.compute import attention, cudnn_shapes
+    from server.engine import device, model
+
+    began = perf_counter()
+    if settings.wired_limit:
+        maybe_set_recommended_wired_limit()
+    if settings.pool_limit is not None:
+        mx.set_cache_limit(settings.pool_limit)
+    residency = Residency.open(settings, snapshot)  # before the weights, so that a native counter counts them
+    if hidden := device.hidden_gpu():
+        log.warning("MLX runs on the CPU: %s", hidden)
+    cudnn_shapes.avoid()
+    attention.install()
+    here = f"{device.name()} {device_memory()}"
+    trials = TrialResults(cache_folder(settings.cache_dir) / TRIALS, here, model.TRIED_OUT_BY)
+    loaded = model.load(
+        Path(start.model_path),
+        trust_remote_code=settings.trust_remote_code,
+        probe=start.probe,
+        on_stage=pulse.enter,
+        trials=trials,
+    )
+    residency.read_memory()
+    pulse.enter(SERVING)
+    seam.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
+    return Loop(seam, pulse, snapshot, start, settings, loaded, residency, faults)

@@ -1,0 +1,69 @@
+"""How far long prompts are, in the log.
+
+Owns the lines about prompts whose reading takes so long that somebody may wonder. Event-loop thread only, over what the
+engine says each second. No timers: an engine that says nothing has no progress to tell of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from server.ipc.messages import PromptProgress
+
+EVERY_SECONDS = 10.0
+
+log = logging.getLogger("marathon")
+
+
+@dataclass(slots=True)
+class _Course:
+    """One prompt while it is read; times are those at which the engine's news came."""
+
+    done: int
+    moved: float  # when `done` became what it is
+    told: float  # when the last line was written, or the prompt was seen first
+    told_done: int  # what `done` and `moved` were then
+    told_moved: float
+    pace: float = 0.0  # tokens a second, over the lines that had news
+
+    def move(self, done: int, now: float) -> None:
+        if done != self.done:
+            self.done = done
+            self.moved = now
+
+    def tell(self, now: float) -> None:
+        if self.moved > self.told_moved:
+            self.pace = max(0.0, (self.done - self.told_done) / (self.moved - self.told_moved))
+        self.told = now
+        self.told_done = self.done
+        self.told_moved = self.moved
+
+    def seconds_left(self, total: int) -> int | None:
+        """None while nothing is known of the pace."""
+        if not self.pace:
+            return None
+        return max(0, round((total - self.done) / self.pace - (self.told - self.moved)))
+
+
+class PrefillLog:
+    """A line every ten seconds for each prompt that is being read; mutable, owned by the succession."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._courses: dict[int, _Course] = {}
+
+    def observe(self, prompts: Sequence[PromptProgress]) -> None:
+        """These are being read now, or wait for it: those of which nothing has been read."""
+        now = self._clock()
+        begun = [prompt for prompt in prompts if prompt.done]
+        self._courses = {p.seq: self._courses.get(p.seq) or _Course(p.done, now, now, p.done, now) for p in begun}
+        for prompt in begun:
+            course = self._courses[prompt.seq]
+            course.move(prompt.done, now)
+            if now - course.told >= EVERY_SECONDS:
+                course.tell(now)
+                left = course.seconds_left(prompt.total)
+                facts = {"sequence": prompt.seq, "done": prompt.done, "total": prompt.total, "seconds_left": left}
+                log.info("a long prompt is being read", extra={"facts": facts})

@@ -1,0 +1,1 @@
+"""Forms of an answer as grammars, checked before they are queued."""

@@ -1,0 +1,122 @@
+"""Grammars are checked in a process of their own.
+
+llguidance may overflow the stack or never come back, and the process that asks keeps every answer under way. Owns that
+process: started at the first question, again after each end. `fault` may be called from any thread, one at a time gets
+its turn; the other end of the pipe is `main`. It never compiles for a tokenizer: that is the engine's work.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+from server.ipc.messages import MAX_GRAMMAR_SIZE
+
+SECONDS = 5  # for one answer; checking the largest grammar that is allowed takes a tenth
+_DEAD_END = "NoExtensionBias"  # llguidance's word for a grammar that allows no token and no end
+_START_SECONDS = 60.0  # a process that starts on a busy machine
+
+log = logging.getLogger("marathon.api")
+Prove = Callable[[str], str]
+
+
+def fault(grammar: str) -> str:
+    """What is wrong with an llguidance grammar, in its own words; empty if nothing is. In this very process."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+    if wrong:
+        return str(messages[0])
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)  # what else it says is of its tokens
+    matcher.compute_bitmask()
+    return "no text could follow it" if _DEAD_END in matcher.get_error() else ""
+
+
+class Prover:
+    """Asks the other process. Owned by `Served`."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def fault(self, grammar: str) -> str:
+        """As the function `fault`; a grammar that the check doesn't survive is at fault."""
+        with self._lock:
+            process = self._process
+            wait = self._seconds
+            if process is None or process.poll() is not None:
+                process = self._start()
+                wait = _START_SECONDS
+            try:
+                answer = _ask(process, grammar, wait + 1)
+            except OSError:
+                answer = b""
+            if answer:
+                return str(json.loads(answer))
+            self._end()
+        log.error("a grammar ended the process that checks grammars: %.300s", grammar)
+        return f"checking it fails, or takes longer than {self._seconds:g} s"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._end()  # it may have ended by itself
+        command = [sys.executable, "-P", "-m", "server.grammar.checker", f"{self._seconds:g}"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+        )
+        return self._process
+
+    def _end(self) -> None:
+        if process := self._process:
+            self._process = None
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def close(self) -> None:
+        """Nothing of it is left; whoever waits for an answer gets one."""
+        if process := self._process:
+            process.kill()
+        with self._lock:
+            self._end()
+
+
+def _ask(process: subprocess.Popen[bytes], grammar: str, seconds: float) -> bytes:
+    """The line that comes back; empty when the process ends first or takes longer."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(grammar).encode() + b"\n")
+    answer = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not answer.endswith(b"\n"):
+            if not selector.select(seconds) or not (part := os.read(process.stdout.fileno(), 1 << 16)):
+                return b""
+            answer += part
+    return answer
+
+
+def main() -> None:
+    """Answers lines until there are no more. The alarm ends a check that doesn't: no code of ours could."""
+    seconds = float(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the server's to hear
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        answer = json.dumps(fault(json.loads(line)))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.write(answer + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Live buffers, bytes and pressure."""

@@ -1,0 +1,282 @@
+"""What lives on the device, how fast that grows, and when it ends.
+
+Owns the readings (live buffers, bytes, footprint), their slopes and the pressure that follows from them, and writes
+them into the snapshot. Runs in the engine's main thread; the loop calls `tick` once an iteration. It drops MLX's pool,
+because only a reading taken straight after that says what is really held; all other acts it returns to the loop.
+
+The live-buffer count has one of three sources: Metal's allocator where it can be proved, our own counter where it was
+asked for, or none, with the reason. None is never zero.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import mlx.core as mx
+
+from server.config.cache_folder import COUNTERS, cache_folder
+from server.errors import StartupError
+from server.ipc.messages import Snapshot
+from server.memory import metal_count, native_count
+from server.memory.allocator import Unavailable
+from server.memory.pressure import BUFFERS, BYTES, RUNGS, Act, Level, Pressure, Reading, Slope, Verb
+from server.settings import Settings
+from server.telemetry.footprint import footprint, give_back, total_memory
+
+log = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 0.25
+SETTLE_STEPS = 512  # decode steps between two drops of the pool
+HIGH_SECONDS = 1.0  # between two settled readings while the raw one is high
+NEAR = 0.5  # share of the bytes that must not wait from which it's worth asking what the next step takes
+CPU_SHARE = 0.8  # of the memory, where the device is the CPU: what MLX takes too, but control groups count
+
+
+class Source(Protocol):
+    """Where the live-buffer count comes from."""
+
+    name: str  # metal, native or off
+    reason: str  # why there is none
+    limit: int | None
+    pooled: bool  # whether a raw reading counts pooled buffers too
+
+    def raw(self) -> int | None:
+        """The count as it stands: an upper bound."""
+
+    def settled(self) -> int | None:
+        """The count straight after the pool was dropped."""
+
+
+class Off:
+    """No source."""
+
+    name = "off"
+    limit: int | None = None
+    pooled = False
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def raw(self) -> None:
+        return None
+
+    def settled(self) -> None:
+        return None
+
+
+def open_source(settings: Settings) -> Source:
+    """The live-buffer count that the settings ask for. Call it before the model loads and before another thread uses
+    MLX. Raises StartupError when a source was asked for by name and can't be had."""
+    if settings.live_buffers == "off":
+        return Off("switched off by --live-buffers off")
+    try:
+        if settings.live_buffers == "native":
+            return native_count.open_count(cache_folder(settings.cache_dir) / COUNTERS, settings.buffer_limit)
+        return metal_count.open_count(settings.buffer_limit)
+    except Unavailable as reason:
+        if settings.live_buffers == "native":
+            raise StartupError(f"--live-buffers native: {reason}") from None
+        return Off(str(reason))
+
+
+def memory_limit(asked: int | None) -> int:
+    """Bytes that we plan with: what was asked for, else what the device recommends.
+
+    MLX makes an allocation wait beyond a limit of its own, so that is raised where ours is higher, and else left alone.
+    """
+    own = mx.get_memory_limit()
+    if asked:
+        limit = asked
+    elif mx.metal.is_available():  # MLX's own is 1.5 times this
+        limit = int(mx.device_info(mx.Device(mx.gpu))["max_recommended_working_set_size"])
+    elif mx.is_available(mx.Device(mx.gpu)):
+        limit = own
+    else:
+        limit = min(own, int(CPU_SHARE * total_memory()))
+    if limit > own:
+        mx.set_memory_limit(limit)
+    return limit
+
+
+def device_memory() -> int:
+    """Bytes of the device's memory, which on a CPU is the machine's."""
+    if not mx.is_available(mx.Device(mx.gpu)):
+        return total_memory()
+    info = mx.device_info(mx.Device(mx.gpu))
+    return int(info.get("memory_size", info.get("total_memory", 0)))
+
+
+def pool_limit() -> int:
+    """MLX tells its pool's limit only to who sets another."""
+    limit = mx.set_cache_limit(0)
+    mx.set_cache_limit(limit)
+    return limit
+
+
+class Residency:
+    """Readings, slopes and pressure of one engine. Owned by the loop."""
+
+    def __init__(
+        self, source: Source, settings: Settings, snapshot: Snapshot, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.source = source
+        self.memory_limit = memory_limit(settings.memory_limit)
+        self.pressure = Pressure(clock())
+        self._snapshot, self._clock = snapshot, clock
+        self._buffers, self._bytes = Slope(), Slope()
+        self._due = self._settled_time = -math.inf
+        self._settled_steps = self._last_steps = -1
+        self._growth = 0  # bytes that the next step takes
+        snapshot.memory_limit_bytes, snapshot.pool_limit_bytes = self.memory_limit, pool_limit()
+
+    @classmethod
+    def open(cls, settings: Settings, snapshot: Snapshot) -> Residency:
+        """With the source that the settings ask for. Raises StartupError."""
+        residency = cls(open_source(settings), settings, snapshot)
+        source = residency.source
+        level = logging.DEBUG if source.name == "off" else logging.INFO  # /health says why there is none
+        log.log(level, "live buffers: %s", source.reason or f"{source.name}, limit {source.limit}")
+        return residency
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still be taken before others have to give theirs back."""
+        return max(0, int(self.pressure.urgent_bytes(self.memory_limit)) - mx.get_active_memory())
+
+    def tick(self, kv_bytes: Callable[[], int], growth: Callable[[], int] = lambda: 0) -> list[Act]:
+        """Call once an iteration, idle ones too; costs next to nothing until a reading is due.
+
+        `growth` says what the step that follows will take: memory is given back before it's exceeded, not after.
+        Returns what is due: hand a `reclaim` back through `reclaim`, do what else there is.
+        """
+        now, active = self._clock(), mx.get_active_memory()
+        urgent = self.pressure.urgent_bytes(self.memory_limit)
+        self._growth = growth() if active >= NEAR * urgent else 0
+        if now < self._due and active + self._growth < urgent:
+            return []
+        self._due = now + PERIOD_SECONDS
+        self._read(kv_bytes(), now)
+        fresh = self._settle_if_due(now)
+        return self._judge(now, fresh=fresh)
+
+    def reclaim(self, flush: Callable[[], object], evict: Callable[[], int], act: Act | None = None) -> list[Act]:
+        """Free all that is nobody's loss, in order, and read again. Returns what is due then, never a reclaim.
+
+        `flush` evaluates whatever is pending, `evict` drops idle prefixes and says how many. Without an act it was
+        the server that asked.
+        """
+        reading, threshold = (act.reading, act.threshold) if act else (float(self._snapshot.active_bytes), 0.0)
+        flush()
+        self._record("flush", reading, threshold)
+        if evict():
+            self._record("evict_prefix", reading, threshold)
+        self._record("clear_pool", reading, threshold)
+        self.settle()
+        now = self._clock()
+        self.read_memory()
+        return self._judge(now, fresh=True, reclaimed=True)
+
+    def settle(self) -> int | None:
+        """Drop the pool and take a settled reading."""
+        mx.clear_cache()
+        give_back()
+        snapshot, now = self._snapshot, self._clock()
+        self._settled_time, self._settled_steps = now, snapshot.steps
+        snapshot.live_raw = self.source.settled()
+        if snapshot.live_raw is not None:
+            self._note_settled(snapshot.live_raw, now)
+        return snapshot.live_settled
+
+    def spent_buffers(self) -> int | None:
+        """The count, if there are next to none left: why the allocator has just refused one."""
+        raw, limit = self.source.raw(), self.source.limit
+        return raw if raw and limit and raw >= RUNGS[BUFFERS].rotate * limit else None
+
+    # ------------------------------------------------------------ readings
+    def _read(self, kv_bytes: int, now: float) -> None:
+        snapshot = self._snapshot
+        snapshot.kv_bytes, snapshot.live_raw = kv_bytes, self.source.raw()
+        self.read_memory()
+        known = kv_bytes + snapshot.kv_cached_bytes
+        self._bytes.add(snapshot.generated_tokens, snapshot.active_bytes - known, now)
+
+    def read_memory(self) -> None:
+        """What MLX and the system say now; also for the loop, when it has just given some back."""
+        snapshot = self._snapshot
+        snapshot.active_bytes, snapshot.pool_bytes = mx.get_active_memory(), mx.get_cache_memory()
+        snapshot.peak_bytes, snapshot.footprint_bytes = mx.get_peak_memory(), footprint()
+
+    def _settle_if_due(self, now: float) -> bool:
+        """Whether there is a settled reading from this turn: by the step count, once when idle, when the raw count
+        looks high, and always where nothing pooled is counted."""
+        steps, raw = self._snapshot.steps, self._snapshot.live_raw
+        since = steps - self._settled_steps
+        idle, self._last_steps = steps == self._last_steps, steps
+        if (
+            since >= SETTLE_STEPS
+            or (idle and since)
+            or (self._looks_high() and now - self._settled_time >= HIGH_SECONDS)
+        ):
+            self.settle()
+        elif raw is not None and not self.source.pooled:
+            self._note_settled(raw, now)
+        else:
+            return False
+        return self._snapshot.live_settled is not None
+
+    def _looks_high(self) -> bool:
+        raw, limit = self._snapshot.live_raw, self.source.limit
+        if raw is None or limit is None or not self.source.pooled:
+            return False
+        return RUNGS[BUFFERS].level(raw / limit, self.pressure.level) > Level.CALM
+
+    def _note_settled(self, count: int, now: float) -> None:
+        self._snapshot.live_settled = count
+        self._buffers.add(self._snapshot.generated_tokens, count, now)
+
+    # ------------------------------------------------------------ what follows from them
+    def _judge(self, now: float, *, fresh: bool, reclaimed: bool = False) -> list[Act]:
+        self._publish_slopes()
+        acts = self.pressure.judge(self._readings(fresh), now, reclaimed=reclaimed)
+        for act in acts:
+            if act.name != Verb.RECLAIM:  # its three parts are recorded as they are done
+                self._record(act.name, act.reading, act.threshold)
+        self._publish_level()
+        return acts
+
+    def _readings(self, fresh: bool) -> list[Reading]:
+        snapshot, readings = self._snapshot, []
+        if fresh and snapshot.live_settled is not None and self.source.limit is not None:
+            rising = self._buffers.fit is not None and self._buffers.fit.rising
+            readings.append(Reading(BUFFERS, snapshot.live_settled, self.source.limit, rising))
+        readings.append(Reading(BYTES, snapshot.active_bytes + self._growth, self.memory_limit))
+        return readings
+
+    def _publish_slopes(self) -> None:
+        snapshot = self._snapshot
+        if (fit := self._buffers.fit) and snapshot.live_settled is not None and self.source.limit is not None:
+            snapshot.buffers_per_token = fit.slope
+            self._publish_end(BUFFERS, self._buffers, self.source.limit - snapshot.live_settled)
+        if fit := self._bytes.fit:
+            snapshot.unexplained_bytes_per_token = fit.slope
+            self._publish_end(BYTES, self._bytes, self.memory_limit - snapshot.active_bytes)
+
+    def _publish_end(self, resource: str, slope: Slope, room: float) -> None:
+        assert slope.fit is not None
+        tokens, pace = slope.fit.exhaustion(room), slope.tokens_per_second()
+        self._snapshot.tokens_to_exhaustion[resource] = tokens
+        self._snapshot.seconds_to_exhaustion[resource] = tokens / pace if pace else math.inf
+
+    def _publish_level(self) -> None:
+        level, before = self.pressure.level, self._snapshot.pressure
+        self._snapshot.pressure = level.name.lower()
+        if self._snapshot.pressure != before:
+            log.log(logging.WARNING if level else logging.INFO, "pressure: %s, was %s", self._snapshot.pressure, before)
+
+    def _record(self, action: str, reading: float, threshold: float) -> None:
+        self._snapshot.record(action, reading, threshold)
+        log.warning("guard: %s at a reading of %.0f, threshold %.0f", action, reading, threshold)

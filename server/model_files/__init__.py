@@ -1,0 +1,1 @@
+"""Where a model's files are, and the starter model."""

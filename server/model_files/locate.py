@@ -1,0 +1,67 @@
+"""Where the model is.
+
+Owns the way from `--model` to a folder on this machine and the id under which the model is served. Runs at start, in
+the main thread; may fetch from the hub, and says so. Never loads a weight.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.errors import StartupError
+from server.model_files.hub import hub_folder, hub_id_of, snapshot
+from server.model_files.starter import NAME, ensure_starter
+from server.settings import Settings
+
+log = logging.getLogger("marathon")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A model's folder, and its id."""
+
+    path: Path
+    name: str
+
+
+def locate(settings: Settings, tell: Callable[[str], None] = log.info) -> Located:
+    """Raises StartupError with one line when there is no such model. `tell` hears how far a fetch is, at least every
+    few seconds; what it raises ends that."""
+    if settings.model is None:
+        return Located(ensure_starter(settings.cache_dir, tell), NAME)
+    return at_hand(settings.model) or Located(hub_folder(settings.model, tell), settings.model)
+
+
+def at_hand(model: str) -> Located | None:
+    """The model that is named by its folder; None for a hub id. Raises StartupError for what is neither, at once."""
+    folder = Path(model).expanduser()
+    try:
+        if folder.is_dir():
+            return _folder(folder)
+        there, link = folder.exists(), folder.is_symlink()
+    except OSError as error:
+        raise StartupError(f"--model {model} can't be looked at: {error.strerror or error}") from None
+    if there:
+        raise StartupError(f"--model {model} is a file; an MLX model is a folder")
+    if link:
+        raise StartupError(f"--model {model} is a link to something that isn't there")
+    if _HUB_ID.fullmatch(model):
+        return None
+    raise StartupError(f"--model {model}: there is no such folder, and it is no hub id either")
+
+
+def _folder(given: Path) -> Located:
+    """The files are those of the moment, wherever a link leads later: each engine must load the same ones. The name is
+    the one that was given, not that of a link's target; of a folder in the hub's cache it is the model's."""
+    folder = given.resolve()
+    name = given.name if given.name not in ("", "..") else folder.name
+    if hub_id_of(folder) and not (folder / "config.json").is_file():
+        folder = snapshot(folder) or folder
+    if not (folder / "config.json").is_file():
+        raise StartupError(f"--model {given} is no MLX model: it has no config.json")
+    return Located(folder, hub_id_of(given.absolute()) or name or "model")

@@ -1,0 +1,1 @@
+"""From a socket to a request: listening, the start, one connection."""

@@ -1,0 +1,159 @@
+"""From the open port to the application.
+
+Owns what answers while the model is looked for, fetched and read: probes are told how far it is, every other request
+waits. Makes the application meanwhile, in a thread of its own, and starts the engine as soon as it is known where the
+model lies, since both take seconds to import. Runs on the event loop. Once the application is made it only passes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import server
+from server.api.middleware.security import Names
+from server.errors import Draining, NotReady, RequestError, StartupError
+from server.metrics import Metrics
+from server.serving.startup import Ended, Startup
+from server.settings import Settings
+from server.supervision.supervisor import Supervisor
+
+PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
+RETRY_SECONDS = 2
+LOOK_SECONDS = 0.1  # between two looks at the engine's stage
+_LEAVE_SECONDS = 3.0  # for the thread to clear its work away
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI  # takes half a second to import, while nothing answers
+
+log = logging.getLogger("marathon")
+
+
+class Entrance:
+    """The application, before it is made and after. Owned by the server's start."""
+
+    def __init__(self, settings: Settings, startup: Startup) -> None:
+        self._settings, self._startup = settings, startup
+        self._names = Names(self, settings)
+        self.name = ""  # of the model, once it is found
+        self._app: ASGIApp | None = None
+        self._fault: RequestError | None = None  # why there will be none
+        self._decided = asyncio.Event()
+        self._life = contextlib.AsyncExitStack()
+        self._thread: threading.Thread | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    # ---------------------------------------------------------------- requests
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        if self._app is None and scope["path"] in PROBES:
+            fault = self._names.fault(scope)
+            await (_refusal(fault) if fault else self._tell(scope["path"]))(scope, receive, send)
+            return
+        await self._decided.wait()
+        if self._app is not None:
+            await self._app(scope, receive, send)
+        elif self._fault is not None:
+            await _refusal(self._fault)(scope, receive, send)
+
+    def _tell(self, path: str) -> Response:
+        if path == "/live":
+            return JSONResponse({"status": "live"})
+        reason = f"The model isn't loaded yet: {self._startup.reason}"
+        if path == "/health":
+            return JSONResponse({"status": "not ready", "reason": reason, "version": server.__version__})
+        return _refusal(NotReady(reason, retry_after=RETRY_SECONDS))
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._life.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    # ---------------------------------------------------------------- the application
+    async def open(self) -> Supervisor:
+        """Makes the application. Raises StartupError when there can be none, Ended after `give_up`."""
+        loop = asyncio.get_running_loop()
+        made: Future[tuple[FastAPI, Supervisor]] = Future()
+        made.set_running_or_notify_cancel()
+
+        def make() -> None:
+            try:
+                made.set_result(self._make(loop))
+            except BaseException as error:
+                made.set_exception(error)
+
+        self._thread = threading.Thread(target=make, name="entrance", daemon=True)
+        self._thread.start()
+        try:
+            app, supervisor = await asyncio.wrap_future(made)
+            await self._life.enter_async_context(app.router.lifespan_context(app))
+        except StartupError as error:
+            self._refuse(NotReady(str(error)))
+            raise
+        self._app = app
+        self._decided.set()
+        return supervisor
+
+    def _make(self, loop: asyncio.AbstractEventLoop) -> tuple[FastAPI, Supervisor]:
+        """In the thread."""
+        from server.model_files.locate import locate
+
+        self._startup.begin("looking for the model")
+        model = locate(self._settings, self._startup.say)
+        metrics = Metrics(CollectorRegistry())
+        supervisor = Supervisor(self._settings, model.path, metrics)
+        self.name = model.name
+        self._startup.begin(f"starting the engine for {model.name}")
+        asyncio.run_coroutine_threadsafe(self._start(supervisor), loop).result()
+        from server.app import assemble, create_app
+
+        return create_app(assemble(self._settings, model, metrics, supervisor)), supervisor
+
+    async def _start(self, supervisor: Supervisor) -> None:
+        await supervisor.start()
+        self._following = asyncio.create_task(self._follow(supervisor))
+        self._life.push_async_callback(self._stop, supervisor)
+
+    async def _stop(self, supervisor: Supervisor) -> None:
+        if self._following is not None:
+            self._following.cancel()
+        await supervisor.stop(supervisor.clock())
+
+    async def _follow(self, supervisor: Supervisor) -> None:
+        """The engine's stages are the start's, until it is ready."""
+        with contextlib.suppress(Ended):
+            while supervisor.known is None:
+                if supervisor.stage:
+                    self._startup.begin(supervisor.stage)
+                await asyncio.sleep(LOOK_SECONDS)
+
+    def give_up(self) -> None:
+        """The server is to end before the application is made."""
+        self._startup.give_up()
+        self._refuse(Draining("The server is shutting down."))
+
+    async def leave(self) -> None:
+        """The thread has cleared its work away, or a few seconds are over."""
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, _LEAVE_SECONDS)
+
+    def _refuse(self, fault: RequestError) -> None:
+        if self._app is None:
+            self._fault = fault
+            self._decided.set()
+
+
+def _refusal(error: RequestError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers())

@@ -1,0 +1,259 @@
+"""One client's connection: uvicorn's HTTP protocol, put right where it departs from HTTP/1.1.
+
+Owns what reaches the application as a request and how a connection ends. Runs on the event loop. Never chooses an
+answer, except to bytes that are no request, and never looks into a body.
+
+What uvicorn 0.54's httptools protocol does otherwise, and what is done here instead; each may go once uvicorn does it:
+
+- A client that shuts down its sending side is taken for one that left (https://github.com/Kludex/uvicorn/issues/1264).
+  Here it gets its answer, unless `Presence` finds that it has left. Where that can't be found out (HTTP/1.0 from
+  another machine, before the answer has begun) it is still taken for one that left.
+- Bytes that are no HTTP are answered 400 in the middle of an earlier request's answer. Here that answer is finished.
+- A refusal of a body that was announced with `Expect: 100-continue` leaves the connection open, and the client's next
+  request would be read as that body.
+- Heads of any size are collected; trailers become headers; a target in absolute form leaves the Host header in force; a
+  request for another protocol loses its body; HTTP/1.0 clients get chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import json
+import re
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from server.api.middleware.access import ABORT, FAULT, FILLER, UNSENT
+from server.api.middleware.presence import OUT_OF_BAND, Presence
+from server.errors import HeadTooLarge, InvalidValue, RequestError
+
+MAX_HEAD_BYTES = 64 * 1024  # of a request's first line and headers
+LINGER_SECONDS = 2.0  # for what a client still sends after an answer that ends its connection
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_HEAD = re.compile(rb"[A-Z]+ [^\r\n]+ HTTP/1\.1\r\n")
+_UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
+_ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
+
+
+class Exchange(RequestResponseCycle):
+    """A request and its answer.
+
+    Attributes:
+        lingers: the answer ends the connection although the client may still send the body that was refused.
+    """
+
+    lingers = False
+
+    async def receive(self) -> Any:
+        """What comes next; of a request that can't become whole, that its client left."""
+        if self._is_broken:
+            return {"type": "http.disconnect"}
+        message = await super().receive()
+        return {"type": "http.disconnect"} if self._is_broken else message
+
+    @property
+    def _is_broken(self) -> bool:
+        return FAULT in self.scope and self.more_body
+
+    async def send(self, message: Any) -> None:
+        refuses = message["type"] == "http.response.start" and self.waiting_for_100_continue and self.more_body
+        if refuses:
+            message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
+        await super().send(message)
+        if refuses:
+            self.lingers = self.keep_alive = True  # the connection ends behind the answer, and not at once
+
+    def between(self) -> bytes:
+        """Bytes that may be sent now and mean nothing to the client; none where there are none."""
+        filler: bytes = cast("dict[str, Any]", self.scope).get(FILLER, b"")
+        if self.response_complete or not filler:
+            return b""
+        return b"%x\r\n%b\r\n" % (len(filler), filler) if self.chunked_encoding else filler
+
+
+class WithoutChunks(Exchange):
+    """An answer to an HTTP/1.0 client, which knows no chunks and no interim answers: its body ends with the connection.
+
+    uvicorn 0.54 sends both to everybody (https://github.com/Kludex/uvicorn/pull/1360); this may go once it doesn't.
+    """
+
+    async def receive(self) -> Any:
+        self.waiting_for_100_continue = False
+        return await super().receive()
+
+    async def send(self, message: Any) -> None:
+        self.waiting_for_100_continue = self.chunked_encoding = False
+        self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """A request that would rather speak another protocol, as one that wouldn't: Java's client asks for HTTP/2 with each
+    request in the clear, and uvicorn 0.54 drops the body of whatever asks. This may go once it doesn't."""
+    if not _HEAD.match(data):
+        return data
+    head, end, body = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"X-Upgrade", head) + end + body
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol of one connection, as the module says."""
+
+    _in_head = False
+    _head_bytes = 0
+    _refusal: RequestError | None = None
+    _serving: RequestResponseCycle | None = None
+    _has_answered = False
+    _deaf = False  # what else the client sends is ignored
+    _presence: Presence
+    _linger_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._presence = Presence(transport, self._filler)
+
+    # ---------------------------------------------------------------- what comes in
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        super().data_received(without_upgrade(data))
+        self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
+        if self._head_bytes > MAX_HEAD_BYTES and not self._deaf:
+            self._refusal = _head_too_large()
+            self.send_400_response(str(self._refusal))
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer, and nothing here reads those
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._refusal = self._fault_of_head()
+        if self._refusal is not None:
+            raise self._refusal  # the parser ends the request
+        if absolute := _ABSOLUTE.fullmatch(self.url):
+            self._take_target(*absolute.groups())
+        super().on_headers_complete()
+
+    def _fault_of_head(self) -> RequestError | None:
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            return InvalidValue(f"HTTP/{version} isn't spoken here; HTTP/1.1 is")
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+            return _head_too_large()
+        for name, value in self.headers:
+            if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                return InvalidValue(f"Transfer-Encoding {value[:100].decode('latin-1')!r} isn't taken; chunked is")
+        return None
+
+    def _take_target(self, authority: bytes, rest: bytes) -> None:
+        """Of a target in absolute form the server's name goes before the Host header."""
+        self.url = rest if rest.startswith(b"/") else b"/" + rest
+        hosts = [place for place, (name, _) in enumerate(self.headers) if name == b"host"]
+        if len(hosts) == 1:
+            self.headers[hosts[0]] = (b"host", authority)
+        elif not hosts and self.parser.get_http_version() == "1.0":
+            self.headers.append((b"host", authority))
+
+    # ---------------------------------------------------------------- requests and their answers
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.__class__ = WithoutChunks if cycle.scope["http_version"] == "1.0" else Exchange
+        self._serving = cycle
+        cast("dict[str, Any]", cycle.scope).update({ABORT: self.transport.abort, UNSENT: self._presence.unsent})
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self._has_answered = True
+        if isinstance(self._serving, Exchange) and self._serving.lingers:
+            self._linger()
+        else:
+            super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What follows is no HTTP request, or no more of one. It is answered where nothing else is."""
+        self._deaf = True  # where the next request would begin can't be known
+        within = self.cycle is not None and self.cycle.more_body and self.cycle.scope is self.scope
+        if not self._is_idle:
+            self.cycle.keep_alive = False
+            if within:
+                self._break_off(msg)
+            return
+        if not within:  # else that request has been refused already
+            self.transport.write(_as_bytes(self._refusal or InvalidValue(msg)))
+        self._linger()
+
+    def _break_off(self, why: str) -> None:
+        """Tells the reader of the newest request's body that there will be no more of it."""
+        cast("dict[str, Any]", self.cycle.scope)[FAULT] = why
+        self.cycle.message_event.set()
+
+    @property
+    def _is_idle(self) -> bool:
+        """No request is being answered or waits to be."""
+        return self.cycle is None or self.cycle.response_complete
+
+    # ---------------------------------------------------------------- the end
+    def _linger(self) -> None:
+        """Ends the connection from this side, and takes what the client still sends: were it closed at once, the
+        client's machine could throw the answer away unread."""
+        self._deaf = True
+        self._unset_keepalive_if_required()
+        with contextlib.suppress(OSError, RuntimeError):  # the client is gone already
+            self.transport.write_eof()
+        self._linger_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more: it has left, or waits for its answer. None closes the connection."""
+        unfinished = self._in_head or (not self._is_idle and self.cycle.more_body)
+        if unfinished and not self._deaf:
+            self.send_400_response("The request ended before it was whole")
+        if self._is_idle or self._left_for_all_that_can_be_known:
+            return None
+        self._deaf = True
+        self.cycle.keep_alive = False
+        self._presence.watch()
+        return True
+
+    @property
+    def _left_for_all_that_can_be_known(self) -> bool:
+        serving = self._serving
+        if serving is None or serving.response_started or FAULT in serving.scope:
+            return False
+        return serving.scope["http_version"] == "1.0" and not self._presence.is_local
+
+    def _filler(self) -> bytes:
+        """For the client that waits."""
+        serving = cast(Exchange, self._serving)
+        if serving.response_started:
+            return serving.between()
+        if self._presence.is_local and not self._has_answered:
+            return OUT_OF_BAND
+        return CONTINUE if serving.scope["http_version"] == "1.1" else b""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._presence.forget()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+        super().connection_lost(exc)
+
+
+def _as_bytes(error: RequestError) -> bytes:
+    """The whole answer, after which the connection ends."""
+    status, body = http.HTTPStatus(error.status), json.dumps(error.body()).encode()
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _head_too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"The request's first line and headers are larger than {MAX_HEAD_BYTES} bytes")

@@ -1,0 +1,1 @@
+"""The life of engines and of the generations that outlive them."""

@@ -1,0 +1,365 @@
+"""One engine after the other: start, feed, watch, end, start again.
+
+Owns the living engine and decides when it ends and when the next one begins. Event-loop thread only. The generations
+are the roster's: it's told when there is an engine to feed and when that is lost. Requests, HTTP and shutdown are the
+supervisor's.
+
+Planned or not, the end of an engine is always the same: what it still said is heard, its generations are taken back,
+what is left of its process is killed and reaped, and only then the next one starts and goes on with them. While none
+can be started, new requests are refused and answers under way are kept, for as long as `outage_seconds` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from server.engine.prefill_log import PrefillLog
+from server.errors import GenerationFailed, NotReady
+from server.ipc import messages
+from server.settings import Settings
+from server.supervision import engine_process as seam
+from server.supervision.admission import Capacity
+from server.supervision.engine_process import Engine, Link
+from server.supervision.generation import Cause, Generation
+from server.supervision.liveness import Liveness, Overdue
+from server.supervision.outputs import Counts
+from server.supervision.probation import MAX_STRIKES
+from server.supervision.scheduler import Roster
+from server.supervision.timeouts import GOOD_LIFE, HASTY_ROTATIONS, Backoff, RotationPace, StallLimit
+
+FAILED_STARTS = 3  # in a row, until new requests are refused
+AWAITED_SECONDS = 5.0  # longest pause after a failed start while answers wait for the next
+DRAIN_SECONDS = 10.0  # for an engine to leave in good order before the next one starts
+LEAVE_SECONDS = 2.0  # and when the server itself ends: nobody needs its memory back in order
+BURY_SECONDS = 20.0  # for a killed one to give its memory back
+HASTY_DEATH_SECONDS = 2.0  # longest pause after an engine that had been ready
+WATCH_SECONDS = 0.2  # between two looks at the engine
+PAUSE_SECONDS = 0.5  # a look that comes later by so much shows that the server itself stood still
+_KEPT_ACTIONS = 100
+_PRIVATE = {"api_key", "api_key_file"}
+
+Ending = Literal["stall", "rotation", "start", "stop"]  # why we end it ourselves
+
+log = logging.getLogger("marathon")
+
+
+class Succession:
+    """The engines of one server. Attributes are for reading; `down` says in words why there is none to be had."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model_path: str,
+        counts: Counts,
+        roster: Roster,
+        spawn: Callable[[int], Engine],
+        on_load_failed: Callable[[str], None],
+        backoff: Backoff,
+    ) -> None:
+        self.ready: messages.Ready | None = None
+        self.known: messages.Ready | None = None
+        self.snapshot: messages.Snapshot | None = None
+        self.link: Link | None = None
+        self.ending: Ending | None = None
+        self.worked = -math.inf  # when an engine got something done last: a step, or a chunk of a prompt
+        self.epoch = self.restarts = self.failed_starts = 0
+        self.stage = ""  # of the newest engine, in its own words
+        self.down = "the engine is starting"
+        self.load_failed: str | None = None
+        self.decided = asyncio.Event()  # an engine was ready, or it's known that there can be none for now
+        self.backoff = backoff
+        self.actions: deque[messages.Action] = deque(maxlen=_KEPT_ACTIONS)
+        self.on_engine_gone: list[Callable[[messages.Snapshot], None]] = []
+        self._settings = settings
+        self._model_path = model_path
+        self._counts = counts
+        self._roster = roster
+        self._clock = roster.clock
+        self._spawn = spawn
+        self._on_load_failed = on_load_failed
+        self._stall = StallLimit(settings.stall_seconds)
+        self._pace = RotationPace(settings.rotate_min_seconds)
+        self._prefill_log = PrefillLog(roster.clock)
+        self._latest: asyncio.TimerHandle | None = None  # when one that was asked to leave is killed
+        self._stopped = asyncio.Event()
+        self._failure = ""  # what the engine itself said about a failed start
+        self._life = Liveness(settings, self._stall, self._clock())
+        self._served = False  # it delivered a token
+
+    # ---------------------------------------------------------------- one life after the other
+    async def run(self) -> None:
+        """Until `end`."""
+        while not self._stopped.is_set() and self.load_failed is None:
+            pause = HASTY_DEATH_SECONDS
+            try:
+                pause = await self._one_life()
+            except Exception:  # a fault of ours must not leave a server without an engine and without a word
+                log.exception("supervising the engine failed; the next one starts in %.3g s", pause)
+            if pause:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopped.wait(), pause)
+
+    def end(self) -> None:
+        """No further engine; the living one leaves now. `run` returns when nothing is left of it."""
+        self._stopped.set()
+        if self.link is not None and self.ending != "stop":
+            self._leave(self.link, "stop")
+
+    async def _one_life(self) -> float:
+        """From spawn until nothing of the process is left. Returns the seconds to wait before the next."""
+        self.epoch += 1
+        self._life = Liveness(self._settings, self._stall, self._clock())
+        self._served, self._failure, self.ending = False, "", None
+        try:
+            engine = self._spawn(self.epoch)
+        except OSError as error:
+            return self._start_failed(f"no process can be started: {error}")
+        self.link = link = Link(engine, self.epoch, self._on_event)
+        try:
+            probe = self.known.probe if self.known else None  # the model is the same; what it costs is known
+            settings = self._settings.model_dump_json(exclude=_PRIVATE)
+            link.send(messages.Start(self.epoch, self._model_path, settings, probe))
+            await link.lost
+        finally:
+            was_ready = self._take_down()
+            status = await link.bury(BURY_SECONDS)
+        return self._account(link, was_ready, seam.describe_exit(status))
+
+    def _take_down(self) -> bool:
+        """It's lost, and all that it said has been heard. True if it had been ready."""
+        was_ready, self.ready, self.link = self.ready is not None, None, None
+        if self._latest is not None:
+            self._latest.cancel()
+        cause: Cause = self.ending if self.ending == "stall" or self.ending == "rotation" else "crash"
+        if self.ending != "stop":
+            self.restarts += 1
+            self._counts.engine_restarted(cause)
+            self.down = "the engine is being replaced" if cause == "rotation" else "the engine was lost and starts anew"
+        for generation in self._roster.take_back(cause, planned=self.ending in ("rotation", "stop")):
+            self._convict(generation)
+        if self.snapshot is not None:
+            last, self.snapshot = self.snapshot, None
+            for callback in self.on_engine_gone:
+                callback(last)
+        return was_ready
+
+    def _convict(self, generation: Generation) -> None:
+        past = generation.past
+        log.warning(
+            "sequence %d has cost %d engines without a token (limit %d) and is ended",
+            generation.seq, past.barren, MAX_STRIKES,
+        )  # fmt: skip
+        self._act("quarantine", past.barren, MAX_STRIKES)
+        message = f"The engine was lost {past.deaths} times while it worked on this request; it isn't tried again."
+        self._roster.fail(generation.live, GenerationFailed(message))
+
+    def _account(self, link: Link, was_ready: bool, end: str) -> float:
+        """What its end means for the next start: seconds to wait."""
+        if link.garbage is not None:
+            end = f"sent what is no message ({link.garbage}) and {end}"
+        if self.load_failed is not None:  # that is said in one line, by whoever ends the server
+            return 0
+        if self.ending == "stop":
+            log.info("engine %d %s", link.pid, end)
+            return 0
+        if not was_ready:
+            return self._start_failed(self._failure or f"it {end}")
+        log.warning(
+            "engine %d (epoch %d) %s; waiting for the next: %d", link.pid, link.epoch, end, self._roster.waiting
+        )
+        if self._served or self.ending == "rotation" or self._age() > GOOD_LIFE:
+            self.backoff.good()
+        else:
+            self.backoff.bad()
+        return min(self.backoff.seconds(), HASTY_DEATH_SECONDS)
+
+    def _start_failed(self, why: str) -> float:
+        self.failed_starts += 1
+        self.backoff.bad()
+        pause = min(self.backoff.seconds(), AWAITED_SECONDS if self._roster.waiting else math.inf)
+        times = "" if self.failed_starts == 1 else f", {self.failed_starts} times in a row"
+        self.down = f"the engine couldn't be started{times}: {why}"
+        log.error("%s; the next try is in %.3g s; waiting for it: %d", self.down, pause, self._roster.waiting)
+        if self.hopeless:
+            self.decided.set()
+            self._roster.fail_unbegun(self.not_ready())
+        return pause
+
+    @property
+    def is_up(self) -> bool:
+        """An engine has its model loaded and gives its signs of life."""
+        return self.ready is not None and not self._life.silent
+
+    @property
+    def down_reason(self) -> str:
+        """Why none is up."""
+        return "the engine gives no sign of life" if self.ready is not None and self._life.silent else self.down
+
+    @property
+    def hopeless(self) -> bool:
+        """So many starts have failed that no new request should wait for the next."""
+        return self.failed_starts >= FAILED_STARTS
+
+    def not_ready(self) -> NotReady:
+        """The refusal while there is no engine."""
+        wait = max(1, round(self.backoff.seconds())) if self.failed_starts else 5
+        return NotReady(f"No engine is ready: {self.down}.", retry_after=wait)
+
+    # ---------------------------------------------------------------- what it says
+    def _on_event(self, event: messages.Event) -> None:
+        self._life.hear(self._clock())
+        match event:
+            case messages.Steps():
+                self.worked = self._life.heard
+                self._life.move(self.worked)
+                if event.tokens:
+                    self._served = True
+                self._roster.steps(event)
+            case messages.Taken():
+                self._roster.taken(event.seq)
+            case messages.Progress():
+                self._progressed(event)
+            case messages.Failed():
+                self._roster.failed(event)
+            case messages.Preempted():
+                self._roster.preempted(event.seq)
+            case messages.Rotate():
+                self._rotate(event)
+            case messages.Ready():
+                self._is_ready(event)
+            case messages.LoadFailed():
+                self._could_not_load(event.message)
+
+    def _is_ready(self, ready: messages.Ready) -> None:
+        assert self.link is not None
+        self.ready = self.known = ready
+        self.failed_starts = 0
+        self._life.is_ready(self._clock())
+        self.decided.set()
+        log.info("engine %d (epoch %d) is ready after %.1f s", self.link.pid, self.epoch, self._life.loading_seconds)
+        if self.ending is None:
+            self._roster.feed(self.link, Capacity(ready, self._settings.context, self._settings.max_rows))
+
+    def _could_not_load(self, message: str) -> None:
+        assert self.link is not None
+        self._failure = message
+        self.link.kill()
+        if self.known is None:  # no engine ever did: it's the model or the settings, and no other try will help
+            self.load_failed = self.down = message
+            self.decided.set()
+            self._roster.fail_all(self.not_ready())
+            self._on_load_failed(message)
+
+    def _progressed(self, progress: messages.Progress) -> None:
+        self.stage = progress.stage
+        if self._life.progressed(progress, self._clock()) and self._roster.running:
+            self.worked = self._life.moved
+        if progress.snapshot is not None:
+            self.snapshot = progress.snapshot
+            self._prefill_log.observe(progress.snapshot.prompts)
+            self._roster.observe(progress.snapshot)
+
+    # ---------------------------------------------------------------- ending it ourselves
+    def _rotate(self, wish: messages.Rotate) -> None:
+        if self.ending is not None or self.link is None:
+            return
+        age = self._age()
+        log.warning(
+            "engine %d %s after %.0f s: %s at %.6g, threshold %.6g",
+            self.link.pid, "ends" if wish.late else "is replaced", age, wish.reason, wish.reading, wish.threshold,
+        )  # fmt: skip
+        if not wish.late:  # else it's a death, which it only foretells
+            self._act("rotate", wish.reading, wish.threshold)
+            self._leave(self.link, "rotation")
+        if wish.is_leak and self._pace.rotated(age, late=wish.late):
+            message = (
+                f"A leak: {wish.reason} at {wish.reading:.6g}, threshold {wish.threshold:.6g}, {age:.0f} s after a new "
+                f"engine was ready, {HASTY_ROTATIONS} times in a row; replacing it more often than each "
+                f"{self._pace.minimum:g} s (--rotate-min-seconds) doesn't help."
+            )
+            log.error("%s", message)
+            self._roster.fail_running(GenerationFailed(message))
+
+    def _leave(self, link: Link, ending: Ending) -> None:
+        """Asks it to go, and sees to it that it does."""
+        self.ending = ending
+        self._roster.hold()
+        if self._latest is not None:
+            self._latest.cancel()
+        if self.ready is None:  # still loading: it couldn't listen
+            link.kill()
+            return
+        link.send(messages.Drain(link.epoch))
+        seconds = LEAVE_SECONDS if self.ending == "stop" else DRAIN_SECONDS
+        self._latest = asyncio.get_running_loop().call_later(seconds, link.kill)
+
+    def _age(self) -> float:
+        """Seconds since it was ready."""
+        return 0.0 if self._life.ready_at is None else self._clock() - self._life.ready_at
+
+    # ---------------------------------------------------------------- watching it
+    async def watch(self) -> None:
+        """Ends engines that are stuck, and waits that have become too long; for ever."""
+        tick = min(WATCH_SECONDS, self._settings.stall_seconds / 4, self._settings.start_seconds / 4)
+        last = self._clock()
+        while True:
+            await asyncio.sleep(tick)
+            now = self._clock()
+            if (late := now - last - tick) > PAUSE_SECONDS:
+                log.warning("the server stood still for %.1f s; the engine isn't blamed for that time", late)
+                self._life.excuse(late)
+            self.look()
+            last = self._clock()
+
+    def look(self) -> None:
+        """Acts on what is overdue by now."""
+        if self.link is None or self.ready is None:
+            self._give_up()
+        if self.link is not None and self.ending is None:
+            self._check(self.link)
+
+    def _give_up(self) -> None:
+        """No engine for so long that the answers under way shouldn't wait for the next."""
+        before = self._clock() - self._settings.outage_seconds
+        if self._roster.waiting and self.worked <= before:
+            self._roster.fail_lost(before, self.not_ready())
+
+    def _check(self, link: Link) -> None:
+        if self.ready is not None and not self._roster.running:
+            self._life.rest(self._clock())
+        if self._overdue() or self._life.is_mute(self._clock()):
+            link.drain()  # if it was us who didn't listen, its news is here
+        if link is not self.link or self.ending is not None:
+            return
+        if self._life.is_mute(self._clock()) and not self._life.silent:
+            self._life.silent = True
+            log.warning("engine %d hasn't been heard of for %.1f s", link.pid, self._life.silence(self._clock()))
+        if (overdue := self._overdue()) is not None:
+            self._kill(link, overdue)
+        elif self.ready is not None and self._roster.running:
+            self._stall.worked(self._life.work_seconds, self.snapshot)
+
+    def _overdue(self) -> Overdue | None:
+        return self._life.overdue(self._clock(), self.snapshot, self._roster.busy_since)
+
+    def _kill(self, link: Link, overdue: Overdue) -> None:
+        log.warning("engine %d %s and is killed", link.pid, overdue.words)
+        self.ending = "stall"
+        if self.ready is None:
+            self.ending, self._failure = "start", f"it {overdue.words}"
+        self._roster.hold()
+        self._act("kill_stalled", overdue.age, overdue.limit)
+        if overdue.what == "stall" and self._stall.killed():
+            log.warning("engines were stuck twice in a row or more: the next stall limit is doubled")
+        link.kill()
+
+    def _act(self, action: str, reading: float, threshold: float) -> None:
+        self._counts.action(action)
+        self.actions.append(messages.Action(time.time(), action, reading, threshold))

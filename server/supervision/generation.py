@@ -1,0 +1,220 @@
+"""What the server keeps of each live generation, and how its reader gets at it.
+
+Owns `Live` (one request), its `Generation`s (one a choice) and the `Delta`s read from them. Event-loop thread only.
+Never talks to an engine: whatever needs one is asked of the `Keeper`, which is the supervisor.
+
+A generation is its sequence and every id delivered so far; that is all it takes to continue it elsewhere. Ids are
+stored once: a reader that falls behind costs a larger slice, never a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Protocol
+
+from server.errors import RequestError
+from server.ipc import messages
+from server.ipc.messages import Finish, PromptProgress, TokenLogprobs
+from server.supervision.probation import Past
+
+Cause = Literal["crash", "stall", "rotation", "preemption"]
+Phase = Literal["queued", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one choice: ids delivered since the last read. A drawn stop id is the last of them."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # aligned with `tokens` when asked for
+    finish: Finish | None = None  # exactly once a choice
+    cached: int | None = None  # prompt tokens from the prefix cache, with the first Delta
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One sequence on its way. Written by the supervisor, read by its `Live`."""
+
+    seq: int
+    index: int  # among the sequences given to open
+    sequence: messages.Sequence
+    live: Live
+    generated: list[int] = field(default_factory=list)
+    past: Past = field(default_factory=Past)
+    taken: bool = False  # the engine that it is in has begun to work on it
+    ended: bool = False  # finished, cancelled or failed: no engine has it or will
+    reason: Finish | None = None  # why it finished
+    # timing, by the supervisor's clock; 0 is "not yet"
+    submitted: float = 0.0  # to the first engine
+    first: float = 0.0  # token
+    last: float = 0.0  # token
+    # set while it waits to be continued
+    cause: Cause | None = None
+    lost: float = 0.0
+    # not read yet
+    read: int = 0  # ids handed to the reader
+    finish: Finish | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached: int | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    started: bool = False  # by some engine: `cached` is known
+
+    @property
+    def length(self) -> int:
+        """Positions it occupies."""
+        return len(self.sequence.prompt) + len(self.generated)
+
+    @property
+    def phase(self) -> Phase:
+        if not self.submitted:
+            return "queued"
+        return "decode" if self.generated else "prefill"
+
+    def news(self) -> Delta | None:
+        """What the reader hasn't had yet; None if it has had all."""
+        tokens = self.generated[self.read :]
+        if not tokens and self.finish is None:
+            return None
+        delta = Delta(tokens, self.logprobs, self.finish, self.cached, self.prompt_logprobs)
+        self.read += len(tokens)
+        self.logprobs, self.finish, self.cached, self.prompt_logprobs = [], None, None, None
+        return delta
+
+
+class Keeper(Protocol):
+    """Who runs the generations of a Live."""
+
+    def clock(self) -> float: ...
+
+    def release(self, generation: Generation) -> None: ...
+
+    def leave(self, live: Live) -> None: ...  # which releases what still runs
+
+    def prefill_progress(self, live: Live) -> PromptProgress | None: ...
+
+
+class Live:
+    """One request: an async context manager; leaving it cancels whatever still runs.
+
+    Enter it right after `Supervisor.open`, or `close` it: until then its rows are held for nobody.
+
+    Attributes:
+        sequences: as given to open.
+        arrived: by the supervisor's clock.
+        outcome: label of `marathon_requests_total`; set it to say more than the supervisor can see (tool_calls).
+    """
+
+    def __init__(
+        self, keeper: Keeper, sequences: Sequence[messages.Sequence], endpoint: str, seqs: Sequence[int]
+    ) -> None:
+        self.sequences = list(sequences)
+        self.endpoint = endpoint
+        self.arrived = keeper.clock()
+        self.outcome: str | None = None
+        self.generations = [Generation(seq, i, s, self) for i, (seq, s) in enumerate(zip(seqs, sequences, strict=True))]
+        self.error: RequestError | None = None
+        self.first = 0.0  # first token of any choice
+        self.expiry: asyncio.TimerHandle | None = None
+        self.waiter: asyncio.Future[None] | None = None
+        self._keeper = keeper
+        self._left = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._wake_at = 0.0
+
+    async def __aenter__(self) -> Live:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.outcome is None and kind is not None and issubclass(kind, Exception):
+            self.outcome = "error"
+        self.close()
+
+    def close(self) -> None:
+        """Cancels whatever still runs; idempotent."""
+        if self._left:
+            return
+        self._left = True
+        for timer in (self.expiry, self._alarm):
+            if timer is not None:
+                timer.cancel()
+        self._keeper.leave(self)
+
+    @property
+    def prefill_progress(self) -> PromptProgress | None:
+        """How far the reading of its prompt is, while that goes on; of several prompts the one that is furthest."""
+        return self._keeper.prefill_progress(self)
+
+    @property
+    def done(self) -> bool:
+        """Nothing will come any more and nothing is left to read."""
+        return self.error is None and all(g.ended and g.finish is None for g in self.generations)
+
+    def cancel(self, index: int) -> None:
+        """Stops one choice; no further Delta for it. Idempotent."""
+        generation = self.generations[index]
+        self._keeper.release(generation)
+        generation.read, generation.finish = len(generation.generated), None
+
+    async def read(self, timeout: float) -> list[tuple[int, Delta]]:
+        """News of the choices, as (index, Delta); [] after `timeout` seconds of silence.
+
+        Raises a RequestError when the request can't go on, after what came before it was read.
+        """
+        if not (news := self._news()):
+            if self.done:
+                raise RuntimeError("all choices of this request have been read to their end")
+            await self._wait(timeout)
+            news = self._news()
+        return news
+
+    def _news(self) -> list[tuple[int, Delta]]:
+        news = [(g.index, delta) for g in self.generations if (delta := g.news()) is not None]
+        if not news and self.error is not None:
+            raise self.error
+        return news
+
+    # ---------------------------------------------------------------- waiting
+    async def _wait(self, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.waiter = loop.create_future()
+        self._wake_at = loop.time() + timeout
+        if self._alarm is None or self._alarm.when() > self._wake_at:
+            self._set_alarm(loop)
+        try:
+            await self.waiter
+        finally:
+            self.waiter = None
+
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = loop.call_at(self._wake_at, self._rouse, loop)
+
+    def _rouse(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The alarm. It isn't moved at each read, a timer a token would cost more than the token; it looks again."""
+        self._alarm = None
+        if self.waiter is None:
+            return
+        if loop.time() < self._wake_at:
+            self._set_alarm(loop)
+        else:
+            self.wake()
+
+    def wake(self) -> None:
+        """Lets the reader look. Any number of calls before it runs are one."""
+        if (waiter := self.waiter) is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def fail(self, error: RequestError) -> None:
+        """The request can't go on; the reader is told once it has read what came before."""
+        if self.error is None:
+            self.error = error
+            self.wake()

@@ -1,0 +1,118 @@
+"""One engine's signs of life, and when they are too old.
+
+Owns the times of one engine: when it was started and ready, when it was heard of last, when it last got anything done.
+No clock of its own, no timers, no process; event-loop thread only. What follows from its judgement is `succession`'s.
+
+Three silences are told apart. An engine that starts has `start_seconds`. One that works must get something done within
+the stall limit. And an engine says each second that it is there, whatever it does; one that was given nothing to do and
+doesn't say so has been stopped, and would keep the next request waiting for as long as the stall limit is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from server.ipc import messages
+from server.settings import Settings
+from server.supervision.timeouts import StallLimit
+
+SILENT_SECONDS = 2.5 * messages.PROGRESS_SECONDS  # then it isn't called ready any more
+IDLE_SECONDS = 5 * messages.PROGRESS_SECONDS  # then one that has nothing to do is replaced
+LOADING_SECONDS = 30.0  # the least for one that loads: Python's imports may hold its other threads up
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """What is too old, and how old it might be."""
+
+    what: Literal["start", "stall", "silence"]
+    age: float
+    limit: float
+
+    @property
+    def words(self) -> str:
+        if self.what == "start":
+            return f"isn't ready after {self.age:.1f} s (start limit {self.limit:.1f} s)"
+        if self.what == "silence":
+            return f"hasn't been heard of for {self.age:.1f} s (limit {self.limit:.1f} s)"
+        return f"hasn't moved for {self.age:.1f} s (stall limit {self.limit:.1f} s)"
+
+
+class Liveness:
+    """Begins with the engine's process. Attributes are for reading."""
+
+    def __init__(self, settings: Settings, stall: StallLimit, now: float) -> None:
+        self.began = self.heard = self.moved = now
+        self.ready_at: float | None = None
+        self.silent = False  # it was found mute, and hasn't been heard of since
+        self._settings = settings
+        self._stall = stall
+        self._count = -1
+
+    # ---------------------------------------------------------------- what is seen of it
+    def hear(self, now: float) -> None:
+        """A message came, of whatever kind."""
+        self.heard, self.silent = now, False
+
+    def is_ready(self, now: float) -> None:
+        self.ready_at = self.moved = now
+
+    def move(self, now: float) -> None:
+        """It got something done."""
+        self.moved = now
+
+    def progressed(self, progress: messages.Progress, now: float) -> bool:
+        """Its own count of what it got done. True if that has risen."""
+        if progress.count == self._count:
+            return False
+        self._count, self.moved = progress.count, max(self.moved, now - progress.still)
+        return True
+
+    def rest(self, now: float) -> None:
+        """It has nothing to do, and so owes nothing but its signs of life."""
+        self.moved = now
+
+    def excuse(self, seconds: float) -> None:
+        """For so long the server itself stood still, and maybe the whole machine did."""
+        self.began += seconds
+        self.heard += seconds
+        self.moved += seconds
+
+    # ---------------------------------------------------------------- what to think of it
+    @property
+    def loading_seconds(self) -> float:
+        """From its start until it was ready."""
+        return (self.ready_at or self.began) - self.began
+
+    @property
+    def work_seconds(self) -> float:
+        """From when it was ready until it got something done last."""
+        return self.moved - (self.ready_at or self.moved)
+
+    def silence(self, now: float) -> float:
+        """Seconds since it was heard of."""
+        return now - self.heard
+
+    def is_mute(self, now: float) -> bool:
+        """Signs of life are missing."""
+        return self.ready_at is not None and self.silence(now) > SILENT_SECONDS
+
+    def overdue(self, now: float, snapshot: messages.Snapshot | None, busy_since: float) -> Overdue | None:
+        """What is too old by now, if anything is. The engine has had work since `busy_since`, inf if it has none."""
+        if self.ready_at is None:
+            return self._late(now)
+        if self.heard <= busy_since and self.silence(now) > IDLE_SECONDS:
+            return Overdue("silence", self.silence(now), IDLE_SECONDS)
+        if now - self.moved > (limit := self._stall.seconds(snapshot)):
+            return Overdue("stall", now - self.moved, limit)
+        return None
+
+    def _late(self, now: float) -> Overdue | None:
+        limit = self._settings.start_seconds
+        if now - self.began > limit:
+            return Overdue("start", now - self.began, limit)
+        limit = max(LOADING_SECONDS, self._settings.stall_seconds)
+        if self.silence(now) > limit:
+            return Overdue("silence", self.silence(now), limit)
+        return None

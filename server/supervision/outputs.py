@@ -1,0 +1,97 @@
+"""The engine's news, noted in the generations they are about.
+
+Owns nothing but the way from a `Steps` message to its readers, and the timing facts that fall off on it. Event-loop
+thread only; never decides who runs.
+
+This is the hot path of the server: what `deliver` does for a row, it does some ten thousand times a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from server.ipc import messages
+from server.supervision.generation import Generation
+
+
+class Counts(Protocol):
+    """What is told to the metrics. Every verb is cheap and raises nothing."""
+
+    def generated(self, count: int) -> None: ...
+    def inter_token(self, seconds: float, count: int) -> None: ...
+    def queue_time(self, seconds: float) -> None: ...
+    def prefill_time(self, seconds: float) -> None: ...
+    def decode_time(self, seconds: float) -> None: ...
+    def prompt(self, tokens: int, cached: int) -> None: ...
+    def first_token(self, endpoint: str, seconds: float) -> None: ...
+    def finished(
+        self, endpoint: str, outcome: str, seconds: float, prompt_tokens: int, generated_tokens: int
+    ) -> None: ...
+    def disconnected(self, phase: str) -> None: ...
+    def engine_restarted(self, reason: str) -> None: ...
+    def resumed(self, reason: str, seconds: float) -> None: ...
+    def recomputed(self, reason: str, tokens: int) -> None: ...
+    def action(self, name: str) -> None: ...
+
+
+class Delivery:
+    """Hands on what the engine says."""
+
+    def __init__(self, counts: Counts, clock: Callable[[], float]) -> None:
+        self._counts = counts
+        self._clock = clock
+
+    def deliver(self, step: messages.Steps, running: dict[int, Generation]) -> None:
+        """Notes what `step` says of the rows that `running` still holds, and lets their readers look."""
+        if len(step.seqs) != len(step.tokens):
+            raise messages.TornFrame(f"{len(step.tokens)} tokens for {len(step.seqs)} rows")
+        now, asked, delivered = self._clock(), step.logprobs, 0
+        gaps: dict[float, int] = {}  # rows of a step nearly always share their last one, and so their gap
+        for started in step.started:
+            if (begun := running.get(started.seq)) is not None:
+                self._started(begun, started)
+        for seq, token in zip(step.seqs, step.tokens, strict=True):
+            generation = running.get(seq)
+            if generation is None:  # cancelled a moment ago
+                continue
+            delivered += 1
+            generation.generated.append(token)
+            if asked and seq in asked:
+                generation.logprobs.append(asked[seq])
+            if generation.cause is not None:
+                self._resumed(generation, now)
+            if generation.last:
+                gaps[generation.last] = gaps.get(generation.last, 0) + 1
+            else:
+                self._first_token(generation, now)
+            generation.last = now
+            generation.live.wake()
+        self._count(gaps, delivered, now)
+
+    def _count(self, gaps: dict[float, int], tokens: int, now: float) -> None:
+        for last, count in gaps.items():
+            self._counts.inter_token(now - last, count)
+        if tokens:
+            self._counts.generated(tokens)
+
+    def _started(self, generation: Generation, started: messages.Started) -> None:
+        if generation.cause is not None and generation.started:
+            self._counts.recomputed(generation.cause, generation.length - started.cached)
+        if not generation.started:
+            generation.started = True
+            generation.cached, generation.prompt_logprobs = started.cached, started.prompt_logprobs
+            self._counts.prompt(len(generation.sequence.prompt), started.cached)
+
+    def _first_token(self, generation: Generation, now: float) -> None:
+        generation.first = now
+        self._counts.prefill_time(now - generation.submitted)
+        live = generation.live
+        if not live.first:
+            live.first = now
+            self._counts.first_token(live.endpoint, now - live.arrived)
+
+    def _resumed(self, generation: Generation, now: float) -> None:
+        assert generation.cause is not None
+        self._counts.resumed(generation.cause, now - (generation.last or generation.lost))
+        generation.cause = None

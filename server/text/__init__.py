@@ -1,0 +1,1 @@
+"""Text and token ids: templates, encoding, decoding, reasoning and tool calls."""

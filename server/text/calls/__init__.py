@@ -1,0 +1,1 @@
+"""Tool calls in an answer's text, for every format."""

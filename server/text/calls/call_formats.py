@@ -1,0 +1,127 @@
+"""The text of a block → calls, for every format that mlx-lm has a parser of.
+
+Owns the choice of the reader. Formats whose arguments are text have readers here; JSON is read as JSON; where neither
+finds a call mlx-lm's own parser may. Runs on the event loop; pure. Never raises, whatever a model wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from server.text.calls import json_calls, marked_calls, spelled_calls
+from server.text.calls.arguments import Parameters, Value, Written
+from server.text.calls.markup import MARKUPS
+from server.text.calls.spelled_calls import NOTATIONS
+from server.text.tokenizer import ToolFormat
+
+# Formats whose parsers take any text for a call. What they find counts only where it names a tool.
+_GUESSING = frozenset({"glm47", "laguna"})
+_NAMES_FIRST = _GUESSING | {"longcat"}
+# What a call begins with where the tag around calls is forgotten, as Qwen3-Coder often does.
+UNTAGGED = {"qwen3_coder": "<function="}
+# Formats in which a call's name and arguments are members of one object.
+_IN_OBJECTS = frozenset({"json_tools", "mistral"})
+_CALL_END = re.compile(r"\A\s*<\|tool_call_end\|>")  # Kimi's
+_LAYOUT = re.compile(r"[\s,\[\]{}()]|</?(?:tool_call|function|parameter|invoke)>|<\|tool_call_(?:begin|end)\|>")
+
+
+Parts = list[Written | str]
+
+
+def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> Parts:
+    """The calls of a block, and the texts that belong to none, in order; [] without a call. `whole`: nothing was cut
+    off. Where a value went on through a closing tag and never ended, the tag was one after all."""
+    found, open_ = _by_format(form.name, text, tools, whole=whole)
+    if open_ and whole and form.end and form.end in text:
+        return _read_several(form, text, tools)
+    guesses = [_by_name(form, text, tools), _by_mlx_lm(form, text, tools)] if whole else []
+    for parts in (found, json_calls.read(text), *guesses):
+        if any(isinstance(part, Written) for part in parts):
+            return [part for part in parts if isinstance(part, Written) or _says(form, part)]
+    return []
+
+
+def read_untagged(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> Parts:
+    """As `read`, for calls without a tag around them: a text may also speak of calls, so each must name a tool."""
+    parts = read(form, text, tools, whole=whole)
+    return parts if all(_names_tool(part, tools) for part in parts if isinstance(part, Written)) else []
+
+
+def read_rest(form: ToolFormat, text: str) -> Parts:
+    """What stands behind the arguments of a block's last JSON call."""
+    rest = json_calls.behind_arguments(text) if form.name in _IN_OBJECTS else _CALL_END.sub("", text)
+    return [part for part in json_calls.read(rest) if isinstance(part, Written) or _says(form, part)]
+
+
+def ends_in_value(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> bool:
+    """Whether the text of a block ends inside an argument, as far as it was written."""
+    return json_calls.ends_in_string(text) or _by_format(form.name, text, tools, whole=True)[1]
+
+
+def _read_several(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
+    """Reads blocks with their tags between them; the first one has lost its opening tag."""
+    parts: Parts = []
+    opening, behind = "", text
+    while behind:
+        block, closing, behind = behind.partition(form.end)
+        parts += read(form, block, tools, whole=True) or [opening + block + closing]
+        between, opening, behind = behind.partition(form.start)
+        parts += [between] if between.strip() else []
+    return parts if any(isinstance(part, Written) for part in parts) else []
+
+
+def _by_format(name: str, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> tuple[Parts, bool]:
+    """The parts, and whether the text ends within a value."""
+    if name in MARKUPS:
+        marked = marked_calls.Reading(MARKUPS[name], text, tools, whole=whole)
+        return marked.parts, marked.open
+    if name in NOTATIONS:
+        spelled = spelled_calls.Reading(NOTATIONS[name], text)
+        return spelled.parts, spelled.open
+    return [], False
+
+
+def _by_name(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
+    """A call without arguments, of a format in which that is nothing but a name."""
+    call = Written(text.strip(), {})
+    return [call] if form.name in _NAMES_FIRST and _names_tool(call, tools) else []
+
+
+def _by_mlx_lm(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
+    reads_here = form.name in MARKUPS or form.name in NOTATIONS
+    if reads_here and form.name not in _GUESSING:
+        return []
+    try:
+        made = form.parse(text, tools)
+        calls = [_checked(call) for call in (made if isinstance(made, list) else [made])]
+    except Exception:  # the parsers meet whatever a model writes
+        return []
+    return [*(call for call in calls if not reads_here or _is_known(call, tools))]
+
+
+def _checked(call: dict[str, Any]) -> Written:
+    """A parser's call. What it has as an object is still read by the schema: only JSON has types of its own."""
+    arguments = call.get("arguments")
+    if isinstance(arguments, dict) and isinstance(call["name"], str):
+        return Written(call["name"], {str(key): Value.typed(one) for key, one in arguments.items()}, call.get("id"))
+    return json_calls.written(call)
+
+
+def _is_known(call: Written, tools: list[dict[str, Any]] | None) -> bool:
+    """Whether there is such a tool, and what was said of its arguments isn't just any text."""
+    guessed = "raw" in call.arguments and not Parameters.named(call.name, tools).declare("raw")
+    return _names_tool(call, tools) and not guessed
+
+
+def _names_tool(call: Written, tools: list[dict[str, Any]] | None) -> bool:
+    return any((tool.get("function") or {}).get("name") == call.name for tool in tools or [])
+
+
+def _says(form: ToolFormat, text: str) -> bool:
+    """Whether text beside calls is for a reader. Stray tags and brackets aren't, nor is the stump of a closing tag."""
+    if form.end.startswith(text.strip(" \t\r\n,[]}")):
+        return False
+    for tag in (form.start, form.end):
+        text = text.replace(tag, "") if tag else text
+    return bool(_LAYOUT.sub("", text))

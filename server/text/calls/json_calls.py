@@ -1,0 +1,68 @@
+"""Calls that are JSON objects.
+
+Owns the reading of complete objects, in whatever order their members come. Calls in the usual order are told earlier,
+while they form (`tool_calls`). Runs on the event loop; pure. Never changes what JSON says: it has types of its
+own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from typing import Any
+
+from server.text.calls.arguments import Written, dumped
+
+_OBJECT = re.compile(r'\{\s*"')
+# Members of a call behind its arguments, as Mistral's have an id there.
+MEMBERS = r'(?:\s*,\s*"\w+"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.+-]+))*'
+_REST = re.compile(MEMBERS + r"\s*\}")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_decoder = json.JSONDecoder(strict=False)
+
+
+def read(text: str) -> list[Written | str]:
+    """Calls, and the texts that belong to none, in order. Nothing is looked for behind an object that doesn't end: what
+    is in it may look like a call, and is none."""
+    parts: list[Written | str] = []
+    at = done = 0
+    while match := _OBJECT.search(text, at):
+        try:
+            value, at = _decoder.raw_decode(text, match.start())
+        except (ValueError, RecursionError):
+            break
+        with contextlib.suppress(ValueError):
+            call = written(value)
+            parts += [_stray(text[done : match.start()]), call]
+            done = at
+    return [*parts, _stray(text[done:])]
+
+
+def behind_arguments(text: str) -> str:
+    """What follows the object whose arguments end where the text begins."""
+    match = _REST.match(text)
+    return text[match.end() :] if match else text
+
+
+def ends_in_string(text: str) -> bool:
+    """Whether a text that begins as JSON ends inside one of its strings."""
+    return text.lstrip()[:1] in ("{", "[") and '"' in _STRING.sub("", text)
+
+
+def written(call: Any) -> Written:
+    """Raises ValueError for what is no call."""
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call | call["function"]
+    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not name:
+        raise ValueError("a call needs a name")
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
+        json.loads(arguments or "{}")  # text in a string must be JSON itself
+        return Written(name, arguments or "{}", call.get("id"))
+    return Written(name, dumped(arguments or {}), call.get("id"))
+
+
+def _stray(text: str) -> str:
+    """Text beside calls, without the punctuation around them."""
+    return text.strip(",[]}")

@@ -1,0 +1,181 @@
+"""The parts of an answer: reasoning, content, tool calls.
+
+Owns the search for tags in a stream of characters and the state that they lead to. One `Channels` belongs to one
+answer and is fed by whoever owns that answer's text; no I/O. Never shows a tag or a piece of one, and never looks at a
+character twice.
+
+mlx-lm tells which tags a model uses. Two things are added here: a closing reasoning tag without an opening one is
+dropped, and models that speak in the "harmony" format, for which mlx-lm has no states, get theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+from server.text.calls.call_formats import UNTAGGED
+from server.text.tokenizer import Tokenizer, Transitions
+
+NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
+
+HARMONY: Transitions = {
+    "header": (
+        ("analysis<|message|>", REASONING),
+        ("final<|message|>", NORMAL),
+        ("commentary<|message|>", NORMAL),
+        ("<|constrain|>json<|message|>", NORMAL),
+        (" to=functions.", TOOL),
+    ),
+    REASONING: (("<|end|>", "header"),),
+    NORMAL: (("<|end|>", "header"), ("<|return|>", "header")),
+    TOOL: (("<|call|>", "header"),),
+}
+
+
+class Watch:
+    """Looks for the first of some words in a stream of characters; mutable, for one stream.
+
+    The word that is complete first is found; of several complete at once the longest. That doesn't depend on how the
+    stream is cut.
+
+    Attributes:
+        pending: how many of the last characters may be the beginning of a word.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = [word for word in words if word]
+        self._fallbacks = [_fallbacks(word) for word in self._words]
+        self._matched = [0] * len(self._words)
+        self.pending = 0
+        self._heads = (
+            re.compile("[" + re.escape("".join({word[0] for word in self._words})) + "]") if self._words else None
+        )
+
+    def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
+        """Reads `text` from `start` on, to the end of the first word found: where that is, and the word."""
+        position = start
+        while self._heads is not None and position < len(text):
+            if not self.pending:
+                head = self._heads.search(text, position)
+                if head is None:
+                    break
+                position = head.start()
+            position += 1
+            if word := self._step(text[position - 1]):
+                return position, word
+        return None
+
+    def _step(self, char: str) -> str:
+        complete = ""
+        for n, word in enumerate(self._words):
+            matched = self._matched[n]
+            while matched and word[matched] != char:
+                matched = self._fallbacks[n][matched - 1]
+            matched += word[matched] == char
+            if matched == len(word):
+                complete = max(complete, word, key=len)
+                matched = self._fallbacks[n][-1]
+            self._matched[n] = matched
+        self.pending = max(self._matched)
+        return complete
+
+
+def _fallbacks(word: str) -> list[int]:
+    """For each prefix the length of its longest proper ending that is a prefix, too (Knuth, Morris, Pratt)."""
+    lengths, matched = [0] * len(word), 0
+    for n in range(1, len(word)):
+        while matched and word[n] != word[matched]:
+            matched = lengths[matched - 1]
+        matched += word[n] == word[matched]
+        lengths[n] = matched
+    return lengths
+
+
+class Segment(NamedTuple):
+    """Text of one state, and the tag that ended the state, or ""."""
+
+    state: str
+    text: str
+    tag: str
+
+
+class Channels:
+    """Cuts one answer into segments; mutable, owned by that answer.
+
+    Attributes:
+        state: the part that the answer is in.
+    """
+
+    def __init__(self, transitions: Transitions, state: str) -> None:
+        self._transitions = transitions
+        self._held = ""  # may begin a tag
+        self._shown: list[bool] | None = None  # for each held character whether it is for readers; None: all are
+        self.enter(state)
+
+    def feed(self, text: str, *, hidden: bool = False) -> Iterator[Segment]:
+        """Segments in order. Hidden text (a special token's) counts for tags and in tool calls, and is shown nowhere
+        else."""
+        whole, shown = self._held + text, self._shown
+        if hidden or shown is not None:
+            shown = [*(shown or [True] * len(self._held)), *[not hidden] * len(text)]
+        done, position = 0, len(self._held)
+        while found := self._watch.find(whole, position):
+            position, tag = found
+            end = position - len(tag)
+            segment = Segment(self.state, self._readable(whole, shown, done, end), tag)
+            done = position
+            self.enter(self._next(tag))
+            yield segment
+        safe = len(whole) - self._watch.pending
+        if safe > done:
+            yield Segment(self.state, self._readable(whole, shown, done, safe), "")
+        self._held = whole[safe:]
+        self._shown = shown[safe:] if shown and self._held else None
+
+    def enter(self, state: str) -> None:
+        """Go on in another state, directly behind what was read."""
+        self.state = state
+        self._watch = self._watch_for(state)
+
+    def finish(self) -> Segment:
+        """What was held back and now begins no tag any more."""
+        held, shown = self._held, self._shown
+        self._held, self._shown = "", None
+        return Segment(self.state, self._readable(held, shown, 0, len(held)), "")
+
+    def _readable(self, text: str, shown: list[bool] | None, start: int, end: int) -> str:
+        text = text[start:end]
+        return text if shown is None or self.state == TOOL else "".join(compress(text, shown[start:end]))
+
+    def _next(self, tag: str) -> str:
+        return next(state for word, state in self._transitions[self.state] if word == tag)
+
+    def _watch_for(self, state: str) -> Watch:
+        return Watch([word for word, _ in self._transitions.get(state, ())])
+
+
+def transitions(tokenizer: Tokenizer, *, tools: bool) -> tuple[Transitions, str]:
+    """Which tag leads where for this model, and the state in which an answer begins."""
+    if tokenizer.speaks_harmony:
+        return _offered(HARMONY, tools), "header"
+    edges: dict[str, list[tuple[str, str]]] = {NORMAL: [], REASONING: [], TOOL: []}
+    if tokenizer.think:
+        opening, closing = tokenizer.think
+        edges[NORMAL] += [(opening, REASONING), (closing, NORMAL)]
+        edges[REASONING] += [(opening, REASONING), (closing, NORMAL)]
+    edges[NORMAL] += [(tag, NORMAL) for tag in tokenizer.silent]
+    for state, more in tokenizer.transitions.items():
+        edges.setdefault(state, []).extend(more)
+    led = any(state == TOOL for more in edges.values() for _, state in more)
+    if form := tokenizer.tool_format:
+        edges[NORMAL] += [] if led else [(form.start, TOOL)]
+        edges[NORMAL] += [(tag, TOOL) for name, tag in UNTAGGED.items() if name == form.name]
+        edges[REASONING] += [(form.start, TOOL)]
+        edges[TOOL] += [(form.end, NORMAL)] if form.end else []
+    return _offered(edges, tools), tokenizer.first_state or NORMAL
+
+
+def _offered(edges: Mapping[str, Sequence[tuple[str, str]]], tools: bool) -> Transitions:
+    return {state: tuple(e for e in more if tools or e[1] != TOOL) for state, more in edges.items()}

@@ -1,0 +1,352 @@
+"""Token ids → what a client reads.
+
+Owns the text of one choice while it is generated: UTF-8, tags, stop strings, tool calls. Runs on the server's event
+loop, one `TextState` a choice, O(1) a token. Streamed and plain answers are the same pieces, sent at once or collected,
+so they can't differ. Never sends, never waits, and survives a change of engines untouched.
+
+What is held back: up to three bytes of a character, the beginning of a tag, the beginning of a stop string, and line
+breaks at the edge of reasoning. All of it is let go as soon as it can't become what it was held for.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.text.calls.call_ids import CallIds
+from server.text.calls.tool_calls import Block, CallArguments, CallBegin, CallPiece
+from server.text.channels import NORMAL, REASONING, TOOL, Channels, Segment, Watch, transitions
+from server.text.tokenizer import Tokenizer, ToolFormat
+
+_BREAKS = "\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The next piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The next piece of what the model thought before it."""
+
+    text: str
+
+
+Piece = Content | Reasoning | CallBegin | CallArguments
+
+
+class TextState:
+    """One choice; mutable, owned by the request that reads it.
+
+    Attributes:
+        stopped: a stop string was met; feed nothing more, and cancel the choice.
+        tokens: how many tokens made the answer, the one that completed a stop string included.
+        reasoning_tokens: how many of them were spent inside reasoning.
+        calls: how many tool calls there are so far.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str] = (),
+        stop_ids: Iterable[int] = (),
+        chat: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        reasoning: bool = False,
+        continues: bool = False,
+        show_special: bool = False,
+        earlier_calls: Iterable[str] = (),
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        """`chat`: look for reasoning and, if there are `tools`, for calls. `reasoning`: the prompt opened a block.
+        `continues`: it ends inside the answer's content. `stop_ids` end the answer and are no part of it.
+        `earlier_calls`: ids that the conversation's calls have already."""
+        edges, first = transitions(tokenizer, tools=bool(tools)) if chat else ({}, NORMAL)
+        first = REASONING if chat and reasoning else NORMAL if continues else first
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+        self._show_special = show_special
+        self._tools = tools
+        parser = tokenizer.tool_format.name if tokenizer.tool_format else ""
+        self._ids = CallIds(parser, earlier_calls, new_id)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._channels = Channels(edges, first)
+        self._stops = stops
+        self._content = _Flow(stops)
+        self._thought = _Flow(stops, trim=_BREAKS)
+        self._block: Block | None = None
+        self._origin = (NORMAL, "")  # the state before the block, and the tag that opened it
+        self._doubt: _Doubt | None = None
+        self._pieces: list[Piece] = []
+        self.stopped = False
+        self.tokens = self.reasoning_tokens = self.calls = 0
+
+    def feed(self, tokens: Iterable[int]) -> list[Piece]:
+        """What these tokens add for the client to see."""
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens += 1
+            self.reasoning_tokens += self._channels.state == REASONING
+            if token not in self._stop_ids:
+                self._feed(token)
+        return self._taken()
+
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """The answer is over: what was held back for nothing. Half a character at the end is dropped. `cut`: the model
+        would have said more."""
+        if not self.stopped:
+            self._place(self._channels.finish())
+        if not self.stopped and self._block is not None:
+            self._end_block(cut)
+        self._say(Reasoning, "" if self._thought.stopped else self._thought.rest())
+        self._say(Content, "" if self._content.stopped else self._content.rest())
+        return self._taken()
+
+    def _feed(self, token: int) -> None:
+        data = self._tokenizer.token_bytes(token)
+        hidden = self._tokenizer.is_special(token) and not self._show_special
+        text = data.decode("utf-8", "replace") if hidden else self._utf8.decode(data)
+        for segment in self._channels.feed(text, hidden=hidden):
+            self._place(segment)
+            if segment.tag and hidden:
+                self._utf8.reset()  # half a character before a tag has no other half behind it
+            if self.stopped:
+                break
+
+    # ---------------------------------------------------------------- where text goes
+    def _place(self, segment: Segment) -> None:
+        if segment.state == TOOL:
+            self._in_block(segment)
+        elif segment.state == REASONING:
+            self._write(Reasoning, self._thought, segment.text)
+        elif segment.state == NORMAL:
+            self._write(Content, self._content, segment.text)
+        if segment.tag and not self.stopped:
+            self._pass(segment)
+
+    def _write(self, kind: type[Content] | type[Reasoning], flow: _Flow, text: str) -> None:
+        self._say(kind, flow.write(text))
+        self.stopped = self.stopped or flow.stopped
+
+    def _pass(self, segment: Segment) -> None:
+        """A tag was read: the state has changed."""
+        if self._channels.state == TOOL:
+            self._origin = (segment.state, segment.tag)
+        elif segment.state == REASONING and self._channels.state != REASONING:
+            self._end_reasoning()
+
+    def _end_reasoning(self) -> None:
+        self._say(Reasoning, self._thought.rest(trimmed=True))
+        self._thought = _Flow(self._stops, trim=_BREAKS)
+        self._content.trim(_BREAKS)
+
+    # ---------------------------------------------------------------- tool calls
+    def _in_block(self, segment: Segment) -> None:
+        form, text = self._tokenizer.tool_format, segment.text
+        if form is None:
+            return
+        if self._doubt is not None:
+            self._doubt.add(text)
+            if self._doubt.lasts:
+                if segment.tag:
+                    self._stay_in_block(form, segment.tag)
+                return
+            text = self._resolve(form, self._doubt)
+        self._block = self._block or Block(form, self._tools, self._origin[1], self.calls, self._ids)
+        self._tell(self._block.feed(text))
+        if segment.tag and self._block.in_value and not self._tokenizer.speaks_harmony:
+            self._stay_in_block(form, segment.tag)
+        elif segment.tag:
+            self._close_block(segment.tag)
+
+    def _stay_in_block(self, form: ToolFormat, tag: str) -> None:
+        """The tag may be part of an argument."""
+        self._channels.enter(TOOL)
+        if self._doubt is None:
+            self._doubt = _Doubt(tag, form.start)
+        else:
+            self._doubt.add(tag)
+
+    def _resolve(self, form: ToolFormat, doubt: _Doubt) -> str:
+        """What to read after a doubt: the argument goes on, or the block was complete and there is another."""
+        self._doubt = None
+        if (following := doubt.next_block) is None:
+            return doubt.text
+        self._close_block(form.end, goes_on=True)
+        self._origin = (self._origin[0], form.start)
+        return following
+
+    def _end_block(self, cut: bool) -> None:
+        """The answer ends inside a block, or behind a closing tag that was in doubt."""
+        form, doubt, self._doubt = self._tokenizer.tool_format, self._doubt, None
+        tag = form.end if form and doubt else ""
+        self._close_block(tag, whole=not cut)
+        self._write(Content, self._content, doubt.text[len(tag) :] if doubt else "")
+
+    def _close_block(self, tag: str, *, whole: bool = True, goes_on: bool = False) -> None:
+        """The calls of a complete block; a block that is no call goes back to where it came from, tags and all.
+        `goes_on`: the next block has begun."""
+        block, self._block = self._block, None
+        assert block is not None
+        ended = block.end(whole=whole)
+        self.calls += block.calls
+        if ended is not None:
+            self._tell(ended)
+            self._content.trim(None)
+            return
+        text = block.whole_text + tag
+        if self._origin[0] != REASONING:
+            self._write(Content, self._content, text)
+            return
+        if not goes_on:
+            self._channels.enter(REASONING)
+        self._write(Reasoning, self._thought, text)
+
+    def _tell(self, pieces: Sequence[CallPiece | str]) -> None:
+        """Pieces of calls, and text beside them. They end reasoning."""
+        if pieces and self._origin[0] == REASONING:
+            self._origin = (NORMAL, "")
+            self._end_reasoning()
+        for piece in pieces:
+            if not isinstance(piece, str):
+                self._pieces.append(piece)
+            elif not self.stopped:
+                self._write(Content, self._content, piece)
+
+    # ---------------------------------------------------------------- pieces
+    def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        if not text:
+            return
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, Content | Reasoning) and type(last) is kind:
+            self._pieces[-1] = kind(last.text + text)
+        else:
+            self._pieces.append(kind(text))
+
+    def _taken(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+
+class _Doubt:
+    """A closing tag inside an argument, and what has come since; mutable, owned by a `TextState`.
+
+    It is part of the argument, unless another block or the answer's end follows.
+
+    Attributes:
+        text: all of it.
+    """
+
+    def __init__(self, tag: str, opening: str) -> None:
+        self._tag, self._opening = tag, opening
+        self._at = 0  # where something else than this tag and white space begins
+        self.text = tag
+
+    def add(self, text: str) -> None:
+        self.text += text
+        while self._at < len(self.text):
+            if self.text.startswith(self._tag, self._at):
+                self._at += len(self._tag)
+            elif self.text[self._at].isspace():
+                self._at += 1
+            else:
+                break
+
+    @property
+    def lasts(self) -> bool:
+        """Whether what follows may still become either."""
+        return len(self.text) - self._at < len(self._opening) and self._opening.startswith(self.text[self._at :])
+
+    @property
+    def next_block(self) -> str | None:
+        """The text of the block that follows, if one does."""
+        if not self.text.startswith(self._opening, self._at):
+            return None
+        return self.text[self._at + len(self._opening) :]
+
+
+class _Flow:
+    """The text of one kind, on its way through the stop strings; mutable, owned by a `TextState`."""
+
+    def __init__(self, stops: Sequence[str], *, trim: str | None = "") -> None:
+        self._watch = Watch(stops)
+        self._trim = trim  # characters that are left out until others come; None: any white space
+        self._trims_end = bool(trim)
+        self._held = ""
+        self._breaks = ""  # at the end, held while reasoning might end with them
+        self.stopped = False
+
+    def trim(self, characters: str | None) -> None:
+        self._trim = characters
+
+    def write(self, text: str) -> str:
+        """What may be shown now."""
+        if self._trim != "":
+            text = text.lstrip(self._trim)
+        if not text:
+            return ""
+        self._trim = ""
+        whole = self._held + text
+        found = self._watch.find(whole, len(self._held))
+        if found:
+            self.stopped = True
+            return self._take_breaks() + whole[: found[0] - len(found[1])]
+        safe = len(whole) - self._watch.pending
+        self._held = whole[safe:]
+        return self._without_breaks(whole[:safe])
+
+    def rest(self, *, trimmed: bool = False) -> str:
+        """What was held back and completes no stop string any more."""
+        whole = self._take_breaks() + self._held
+        self._held = ""
+        return whole.rstrip(_BREAKS) if trimmed else whole
+
+    def _without_breaks(self, text: str) -> str:
+        if not self._trims_end:
+            return text
+        whole = self._take_breaks() + text
+        kept = whole.rstrip(_BREAKS)
+        self._breaks = whole[len(kept) :]
+        return kept
+
+    def _take_breaks(self) -> str:
+        breaks, self._breaks = self._breaks, ""
+        return breaks
+
+
+# ---------------------------------------------------------------- plain answers
+@dataclass(slots=True)
+class Call:
+    """One complete tool call."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """All pieces of one choice, put together; mutable while it is collected by its request."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallBegin(_, id, name):
+                    self.calls.append(Call(id, name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments += text

@@ -1,0 +1,1 @@
+"""Conversations as a model's chat template takes them."""

@@ -1,0 +1,183 @@
+"""Messages → prompt text.
+
+Owns what a chat template gets to see besides the turns, and what is read off its output: arguments of calls in the form
+that it wants, the switches for reasoning, the places worth a prefix snapshot. Runs in the server's worker thread. Never
+tokenises, never touches MLX.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from server.errors import InvalidValue, UnsupportedParameter
+from server.text.templates.abilities import Abilities
+from server.text.templates.conversation import fit
+from server.text.templates.trials import learn
+from server.text.templates.turn import Message
+from server.text.tokens.encode_cache import common_prefix
+from server.text.tokens.encoding import PROBE, Shield, clean
+
+Form = Callable[[Any], Any]  # what becomes of a call's arguments
+Renderer = Callable[..., str]  # (messages, tools=…, add_generation_prompt=…, continue_final_message=…, **variables)
+
+_BOOLEAN_SWITCHES = ("enable_thinking", "thinking")
+_OURS = {"messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "add_generation_prompt"}
+_OURS |= {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+_OURS |= {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as text, typed parts still shielded.
+
+    Attributes:
+        places: positions in `text` that later prompts are likely to share, ascending.
+        reasoning: the prompt ends inside a reasoning block.
+    """
+
+    text: str
+    places: tuple[int, ...]
+    reasoning: bool
+
+
+class ChatTemplate:
+    """One model's chat template. Immutable.
+
+    Attributes:
+        able: what it can take.
+    """
+
+    def __init__(
+        self, render: Renderer | None, names: frozenset[str], shield: Shield, think: tuple[str, str] | None
+    ) -> None:
+        """`render` is None when the model has no template. `think` are the tags around reasoning, if it reasons."""
+        self._render = render
+        self.able = learn(self._plain) if render else Abilities()
+        self._names = names
+        self._shield = shield
+        self._think = think
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        effort: str | None,
+        continuing: bool,
+        begins: bool,
+    ) -> Rendered:
+        """Raises InvalidValue with the template's own words when it refuses."""
+        said = fit(messages, self.able, self._shield)
+        none: list[Any] | None = [] if self.able.listed else None
+        given = self._shield.hide_all(tools) if tools else none
+        extra = self._switches(effort) | self._checked(kwargs)
+        mode = {"add_generation_prompt": begins, "continue_final_message": continuing}
+
+        def attempt(form: Form, history: list[Message] = said) -> str:
+            if self._render is None:
+                raise InvalidValue("the model has no chat template; use /v1/completions", param="messages")
+            return self._render([_formed(m, form) for m in history], tools=given, **mode, **extra)
+
+        text, form = _first(attempt, _forms(said))
+        [alone] = fit(messages[-1:], Abilities(), self._shield)
+        other = _probe(attempt, form, said, alone["content"])
+        start = common_prefix(text, other) if other else 0
+        rest = common_prefix(text[start:][::-1], other[start:][::-1]) if other else len(text)
+        return self._read(text, start, len(text) - rest, continuing)
+
+    def _plain(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        """A conversation as it is, up to where an answer begins."""
+
+        def attempt(form: Form) -> str:
+            assert self._render is not None
+            return self._render([_formed(m, form) for m in messages], tools=tools, add_generation_prompt=True)
+
+        return _first(attempt, _forms(messages))[0]
+
+    def _read(self, text: str, start: int, end: int, continuing: bool) -> Rendered:
+        """`start` and `end`: where the last message's content lies (0 if it couldn't be found)."""
+        opening = text[start if continuing else end :]
+        if self._think is None:
+            return Rendered(text, (start,), False)
+        opened, closed = (opening.rfind(tag) for tag in self._think)
+        # What a template writes about reasoning before the answer, it leaves out of the history.
+        places = (start, end) if opened >= 0 or closed >= 0 else (start,)
+        return Rendered(text, places, opened > closed)
+
+    # ---------------------------------------------------------------- what the template sees
+    def _switches(self, effort: str | None) -> dict[str, Any]:
+        """A request's reasoning effort in the variables that this template has for it."""
+        if effort is None:
+            return {}
+        thinks = effort not in ("none", "minimal")
+        values = {"reasoning_effort": effort} | dict.fromkeys(_BOOLEAN_SWITCHES, thinks)
+        return {name: value for name, value in values.items() if name in self._names}
+
+    def _checked(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if taken := sorted(_OURS.intersection(kwargs)):
+            raise InvalidValue(f"chat_template_kwargs can't set {taken[0]!r}", param="chat_template_kwargs")
+        return {clean(name): self._shield.hide_all(value) for name, value in kwargs.items()}
+
+
+# ---------------------------------------------------------------- arguments
+def _mapping(arguments: Any) -> Any:
+    """Arguments as an object if they are one; text that doesn't parse stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _wrapped(arguments: Any) -> Any:
+    """An object in any case."""
+    mapped = _mapping(arguments)
+    return mapped if isinstance(mapped, dict) else {"arguments": mapped}
+
+
+def _text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _formed(message: Message, form: Form) -> Message:
+    if not (calls := message.get("tool_calls")):
+        return message
+    formed = [c | {"function": c["function"] | {"arguments": form(c["function"].get("arguments"))}} for c in calls]
+    return message | {"tool_calls": formed}
+
+
+# ---------------------------------------------------------------- attempts
+def _forms(messages: list[Message]) -> tuple[Form, ...]:
+    return (_mapping, _text, _wrapped) if any("tool_calls" in message for message in messages) else (_mapping,)
+
+
+def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str, Form]:
+    """Templates differ in whether they want a call's arguments as an object or as text; the first that works."""
+    refusal: Exception | None = None
+    for form in forms:
+        try:
+            return attempt(form), form
+        except (InvalidValue, UnsupportedParameter):
+            raise
+        except Exception as error:  # a template can raise whatever Python can
+            refusal = refusal or error
+    raise InvalidValue(f"the model's chat template refuses these messages: {refusal}", param="messages")
+
+
+def _probe(attempt: Callable[[Form, list[Message]], str], form: Form, said: list[Message], tail: str) -> str:
+    """The same prompt with something else in place of its `tail`, so that what differs is where that stands; "" if it
+    can't be told so."""
+    last, content = said[-1], said[-1]["content"]
+    text = content[0]["text"] if isinstance(content, list) else content
+    other = text.removesuffix(tail) + PROBE
+    changed = last | {"content": [{"type": "text", "text": other}] if isinstance(content, list) else other}
+    try:
+        text = attempt(form, [*said[:-1], changed])
+    except Exception:  # a template may look into contents; then there is just no mark
+        return ""
+    return text if PROBE in text else ""

@@ -1,0 +1,256 @@
+"""One model's tokenizer and what its files say about text.
+
+Owns the loaded tokenizer, chat template included, and the facts that come with it: which ids end an answer, how
+reasoning and tool calls are marked, the defaults for generation. Loaded once, then immutable; used by the server's
+worker thread and event loop. Importing mlx-lm pulls MLX in, so `load` pins MLX to the CPU before; no array is ever
+made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from server.config import open_files
+from server.errors import StartupError, one_line
+from server.model_files import generation_config, model_config
+from server.text.templates import files
+from server.text.templates.chat_template import ChatTemplate, Renderer
+from server.text.templates.markers import markers, samples
+from server.text.templates.source import literals, variables
+from server.text.templates.turn import Message
+from server.text.tokens.encoding import PROBE, Encoder
+from server.text.tokens.vocabulary import Vocabulary
+
+_WORTH_A_MARK = 16  # a shorter prefix is read again sooner than it is found
+_SPELLED_THINK = ("<think>", "</think>")
+
+Transitions = Mapping[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How the model writes a tool call.
+
+    Attributes:
+        name: of mlx-lm's parser.
+        start, end: tags around calls; `end` may be empty: until the end of the answer.
+        start_ids, end_ids: the tags as the tokenizer writes them.
+        is_json: between the tags stands exactly `{"name": …, "arguments": {…}}`, so that a grammar can be built.
+        parse: (text between the tags, tools) → call or calls; raises whatever it likes.
+    """
+
+    name: str
+    start: str
+    end: str
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    is_json: bool
+    parse: Callable[[str, list[dict[str, Any]] | None], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as token ids.
+
+    Attributes:
+        marks: how many ids are worth a prefix snapshot, ascending: up to the last message's text (with templates that
+            forget what they write before an answer, up to its end too), and the whole prompt.
+        reasoning: the prompt ends inside a reasoning block, so the answer begins with reasoning.
+    """
+
+    ids: list[int]
+    marks: list[int]
+    reasoning: bool
+
+
+class Tokenizer:
+    """Construct with `load`.
+
+    Attributes:
+        vocab_size: ids that the tokenizer knows; the model's may be padded beyond.
+        eos_ids: ids that end an answer.
+        defaults: sampling values that the model's makers recommend, by our names.
+        context: positions that the model was made for.
+        think: the tags around reasoning, or None.
+        tool_format: how tool calls look, or None.
+        transitions, first_state: for models whose answers have a structure of their own (mlx-lm's response formats).
+        silent: further tags that are never part of an answer's text.
+        speaks_harmony: answers are messages with channels, as gpt-oss writes them.
+        has_template: whether `chat` can work at all.
+        able: what its template can take.
+        info: what the files say about the tokenizer.
+    """
+
+    def __init__(
+        self, wrapper: Any, config: Mapping[str, Any], generation: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> None:
+        self._hf = wrapper._tokenizer
+        self.info = {"tokenizer_class": type(self._hf).__name__, "chat_template": self._hf.chat_template, **own}
+        self._vocabulary = Vocabulary(self._hf)
+        self._encoder = Encoder(self._hf, self._vocabulary, _markers(wrapper))
+        self.vocab_size = self._vocabulary.size
+        self.think = _think(wrapper)
+        self.transitions: Transitions = {s: tuple(edges) for s, edges in wrapper.response_transitions.items()}
+        self.first_state: str | None = wrapper.response_initial_state
+        self.silent: tuple[str, ...] = tuple(wrapper.structural_markers)
+        self.speaks_harmony = _speaks_harmony(self._encoder)
+        self.tool_format = _tool_format(wrapper, self)
+        self.has_template: bool = wrapper.has_chat_template
+        self._template = _template(wrapper, self._encoder, self.think)
+        self.able = self._template.able
+        self.defaults = generation_config.defaults(generation)
+        self.context = model_config.context_length(config, own)
+        named = [*model_config.eos_ids(config, generation), *wrapper.eos_token_ids, *self._chat_end()]
+        self.eos_ids = frozenset(token for token in named if token >= 0)
+
+    @classmethod
+    def load(cls, path: Path, *, trust_remote_code: bool) -> Tokenizer:
+        """Raises StartupError with one line when the model's folder has no usable tokenizer."""
+        import mlx.core as mx
+
+        mx.set_default_device(mx.cpu)
+        with open_files.kept():
+            from mlx_lm.utils import load_tokenizer
+
+        config = model_config.read(path, "config.json")
+        generation = model_config.read(path, "generation_config.json")
+        own = model_config.read(path, "tokenizer_config.json")
+        extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        try:
+            if (template := files.chat_template(path, own)) is not None:
+                extra["chat_template"] = template
+            return cls(load_tokenizer(path, extra), config, generation, own)
+        except Exception as error:  # foreign files and foreign code
+            raise StartupError(f"the tokenizer in {path} can't be loaded: {one_line(error)}") from error
+
+    # ---------------------------------------------------------------- text → ids
+    def encode(self, text: str, *, special: bool = False, bos: bool = True, most: int | None = None) -> list[int]:
+        """Ids of a bare text. What spells a control token in it stays text unless `special`.
+
+        Raises ContextLengthExceeded for a text that is far longer than `most` tokens, without reading all of it.
+        """
+        return self._encoder.encode(text, special=special, bos=bos, most=most)
+
+    def chat(
+        self,
+        messages: list[Message],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        continue_final_message: bool = False,
+        begin_answer: bool = True,
+        most: int | None = None,
+    ) -> ChatPrompt:
+        """The prompt for the next answer, or for going on with the last message; without `begin_answer` for neither.
+
+        Raises InvalidValue when the model has no template, or with the template's words when it refuses, and
+        ContextLengthExceeded for a prompt that is far longer than `most` tokens, without reading all of it.
+        """
+        begins = begin_answer and not continue_final_message
+        made = self._template.render(messages, tools, kwargs or {}, reasoning_effort, continue_final_message, begins)
+        ids, counts = self._encoder.encode_marked(made.text, made.places, most=most)
+        marks = sorted({*(count for count in counts if count >= _WORTH_A_MARK), len(ids)})
+        return ChatPrompt(ids, marks, made.reasoning)
+
+    # ---------------------------------------------------------------- ids → text
+    def token_bytes(self, token: int) -> bytes:
+        """What one id stands for; special tokens give their text, ids beyond the tokenizer nothing."""
+        return self._vocabulary.token_bytes(token)
+
+    def spell(self, token: int) -> tuple[str, bytes]:
+        """One token as logprobs show it: readable text, and its true bytes."""
+        data = self.token_bytes(token)
+        return data.decode("utf-8", "replace"), data
+
+    def piece(self, token: int) -> str:
+        """One token as the vocabulary writes it."""
+        return str(self._hf.convert_ids_to_tokens(token) or "")
+
+    def is_special(self, token: int) -> bool:
+        return token in self._vocabulary.special
+
+    def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """The text of some ids with its leading space; special tokens are left out unless `special`."""
+        return self._vocabulary.decode(tokens, special=special)
+
+    def _chat_end(self) -> list[int]:
+        """The special token that the template puts behind an answer. Some models' files don't list it. Where answers
+        consist of several messages it ends only one of them."""
+        if self.speaks_harmony or self.first_state is not None:
+            return []
+        try:
+            history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+            text = self._hf.apply_chat_template(history, tokenize=False)
+        except Exception:  # no template, or none for these messages
+            return []
+        match = self._encoder.shield.pattern.fullmatch(str(text).rpartition(PROBE)[2].strip())
+        return [self._hf.convert_tokens_to_ids(match[0])] if match else []
+
+
+# ---------------------------------------------------------------- facts
+def _tool_format(wrapper: Any, tokenizer: Tokenizer) -> ToolFormat | None:
+    if tokenizer.speaks_harmony:
+        return ToolFormat("harmony", " to=functions.", "<|call|>", (), (), False, _no_parser)
+    if not wrapper.has_tool_calling:
+        return None
+    name = wrapper.tool_parser.__module__.rpartition(".")[2]
+    start, end = (
+        tuple(tokenizer.encode(t, special=True, bos=False)) for t in (wrapper.tool_call_start, wrapper.tool_call_end)
+    )
+    is_json = name == "json_tools"
+    return ToolFormat(name, wrapper.tool_call_start, wrapper.tool_call_end, start, end, is_json, wrapper.tool_parser)
+
+
+def _think(wrapper: Any) -> tuple[str, str] | None:
+    if wrapper.has_thinking:
+        return wrapper.think_start, wrapper.think_end
+    # mlx-lm wants the tags to be tokens, but a model can spell them, too
+    source = str(wrapper._tokenizer.chat_template or "")
+    return _SPELLED_THINK if all(tag in source for tag in _SPELLED_THINK) else None
+
+
+def _speaks_harmony(encoder: Encoder) -> bool:
+    return {"<|start|>", "<|channel|>", "<|message|>"} <= encoder.control
+
+
+def _no_parser(text: str, tools: list[dict[str, Any]] | None) -> Any:
+    raise ValueError("calls in this format are told as they form, or not at all")
+
+
+def _template(wrapper: Any, encoder: Encoder, think: tuple[str, str] | None) -> ChatTemplate:
+    if not wrapper.has_chat_template:
+        return ChatTemplate(None, frozenset(), encoder.shield, think)
+    sources = _sources(wrapper)
+    # Templates that are Python code know one switch, which mlx-lm translates.
+    names = frozenset[str]().union(*map(variables, sources)) if sources else frozenset({"enable_thinking"})
+    return ChatTemplate(_renderer(wrapper), names, encoder.shield, think)
+
+
+def _sources(wrapper: Any) -> list[str]:
+    """The model's templates, the usual one first; none where they are Python code."""
+    given = wrapper._tokenizer.chat_template
+    if wrapper._chat_template is not None or not isinstance(given, str | dict):
+        return []
+    return [given] if isinstance(given, str) else [given.get("default", ""), *given.values()]
+
+
+def _renderer(wrapper: Any) -> Renderer:
+    render = wrapper._tokenizer.apply_chat_template if _sources(wrapper) else wrapper.apply_chat_template
+    return lambda messages, **given: str(render(messages, tokenize=False, **given))
+
+
+def _markers(wrapper: Any) -> frozenset[int]:
+    """The added tokens that structure a chat."""
+    added = {token: entry.content for token, entry in wrapper._tokenizer.added_tokens_decoder.items()}
+    tags = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
+    edges = (tag for edges in wrapper.response_transitions.values() for tag, _ in edges)
+    named = getattr(wrapper._tokenizer, "chat_control_tokens", None) or ()  # by newer files
+    texts = [text for text in (*tags, *wrapper.structural_markers, *edges, *named) if text]
+    if wrapper.has_chat_template:
+        texts += [text for source in _sources(wrapper) for text in literals(source)]
+        texts += samples(_renderer(wrapper))
+    return markers(added, texts)

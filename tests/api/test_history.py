@@ -1,0 +1,212 @@
+"""What clients bring along of earlier turns: every member is honoured, refused by its place, or counted as unknown."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from serving import USER, Site, engine, run_server, tokenizer
+
+from server.api.input import body, refusals
+from server.api.input.schema import ChatRequest
+
+CALL = {"name": "get_time", "arguments": '{"city": "Oslo"}'}
+TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
+NEXT = {"role": "user", "content": "And now?"}
+
+
+def answered(**fields: Any) -> list[dict[str, Any]]:
+    """A conversation in which the assistant's turn has these members."""
+    return [*USER, {"role": "assistant", **fields}, NEXT]
+
+
+async def prompt(site: Site, **body: Any) -> str:
+    answer = await site.chat(**body)
+    assert answer.status_code == 200, answer.text
+    return tokenizer().decode(site.fake.submits[-1].sequence.prompt, special=True)
+
+
+# ---------------------------------------------------------------- refusals and older calls
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": None, "refusal": "I would rather not."},
+        {"refusal": "I would rather not."},
+        {"content": [{"type": "refusal", "refusal": "I would rather not."}]},
+        {"content": [{"type": "text", "text": "I would "}, {"type": "refusal", "refusal": "rather not."}]},
+    ],
+    ids=str,
+)
+async def test_a_refusal_is_what_the_assistant_said(fields: dict[str, Any]) -> None:
+    async with run_server(engine()) as site:
+        plain = await prompt(site, messages=answered(content="I would rather not."))
+        assert await prompt(site, messages=answered(**fields)) == plain
+
+
+async def test_a_refusal_beside_other_words_comes_after_them() -> None:
+    async with run_server(engine()) as site:
+        told = await prompt(site, messages=answered(content="First.", refusal="Then no."))
+        assert told == await prompt(site, messages=answered(content="First.\n\nThen no."))
+
+
+async def test_an_older_function_call_is_a_tool_call_and_its_result_a_tools() -> None:
+    old = [
+        *USER,
+        {"role": "assistant", "content": None, "function_call": CALL},
+        {"role": "function", "name": "get_time", "content": "12:00"},
+        {"role": "assistant", "content": None, "function_call": CALL | {"arguments": '{"city": "Rome"}'}},
+        {"role": "function", "name": "get_time", "content": "13:00"},
+    ]
+    new: list[dict[str, Any]] = [
+        *USER,
+        {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": CALL}]},
+        {"role": "tool", "tool_call_id": "a", "content": "12:00"},
+        {"role": "assistant", "tool_calls": [{"id": "b", "function": CALL | {"arguments": '{"city": "Rome"}'}}]},
+        {"role": "tool", "tool_call_id": "b", "content": "13:00"},
+    ]
+    async with run_server(engine()) as site:
+        told = await prompt(site, messages=old, tools=[TOOL])
+        assert "Rome" in told
+        assert told == await prompt(site, messages=new, tools=[TOOL])
+
+
+@pytest.mark.parametrize(
+    ("message", "member"),
+    [
+        ({"role": "assistant", "function_call": CALL, "tool_calls": [{"id": "a", "function": CALL}]}, "function_call"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "audio_1"}}, "audio"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "content[0].refusal"),
+        ({"role": "assistant", "content": [{"type": "audio", "text": "x"}]}, "content[0]"),
+        ({"role": "assistant", "refusal": 5}, "refusal"),
+        ({"role": "assistant", "function_call": "get_time"}, "function_call"),
+        ({"role": "assistant", "function_call": {"arguments": "{}"}}, "function_call.name"),
+        ({"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}, "content[0]"),
+        ({"role": "user", "content": "x", "refusal": "no"}, "refusal"),
+        ({"role": "user", "content": "x", "function_call": CALL}, "function_call"),
+        ({"role": "system", "content": "x", "tool_calls": [{"id": "a", "function": CALL}]}, "tool_calls"),
+        ({"role": "tool", "content": "x", "tool_call_id": "a", "reasoning": "so"}, "reasoning"),
+    ],
+    ids=str,
+)
+async def test_a_member_that_its_message_cant_have_is_refused_by_its_place(
+    message: dict[str, Any], member: str
+) -> None:
+    async with run_server() as site:
+        answer = await site.chat(messages=[*USER, message])
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == f"messages[1].{member}"
+
+
+async def test_what_asks_for_nothing_is_taken_from_every_role() -> None:
+    nothing = {"refusal": None, "tool_calls": [], "function_call": None, "audio": None, "annotations": []}
+    async with run_server(engine()) as site:
+        for message in ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}):
+            plain = await prompt(site, messages=[*USER, message])
+            assert await prompt(site, messages=[*USER, message | nothing]) == plain
+
+
+# ---------------------------------------------------------------- unknown members
+async def test_unknown_members_of_known_objects_are_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "colour": 1}], "speaker": "x", "colour": None},
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": CALL | {"thought": 1}}]},
+        {"role": "tool", "tool_call_id": "a", "content": "x", "speaker": "y"},
+    ]
+    tool = {"type": "function", "function": {**TOOL["function"], "returns": {}}}  # type: ignore[dict-item]
+    fields = {"tools": [tool], "reasoning": {"depth": 2}, "stream_options": None, "wibble": 1}
+    names = [
+        "messages[].content[].colour",
+        "messages[].speaker",
+        "messages[].tool_calls[].function.thought",
+        "reasoning.depth",
+        "tools[].function.returns",
+        "wibble",
+    ]
+    async with run_server() as site:
+        with caplog.at_level(logging.WARNING, "marathon.api"):
+            assert (await site.chat(messages=said, **fields)).status_code == 200
+            assert (await site.chat(messages=said, **fields)).status_code == 200
+        logged = [record.getMessage() for record in caplog.records if "unknown field" in record.getMessage()]
+        assert logged == [f"a request has the unknown field {name!r}; it is ignored" for name in names]
+        metrics = (await site.client.get("/metrics")).text
+        assert f'marathon_unknown_request_fields_total{{endpoint="chat"}} {2 * len(names)}.0' in metrics
+
+
+async def test_unknown_members_do_not_reach_the_template() -> None:
+    async with run_server(engine()) as site:
+        tool = {"type": "function", "function": {**TOOL["function"], "returns": "marmalade"}}  # type: ignore[dict-item]
+        assert "marmalade" not in await prompt(site, messages=[*USER, NEXT | {"colour": "marmalade"}], tools=[tool])
+
+
+async def test_an_answer_comes_back_as_it_was_sent_without_a_word_in_the_log() -> None:
+    async with run_server() as site:
+        message = (await site.chat()).json()["choices"][0]["message"]
+        assert (await site.chat(messages=[*USER, message, NEXT])).status_code == 200
+        metrics = (await site.client.get("/metrics")).text
+        assert 'marathon_unknown_request_fields_total{endpoint="chat"} 0.0' in metrics
+
+
+async def test_unknown_members_of_a_completion_are_counted_too() -> None:
+    async with run_server() as site:
+        assert (await site.stream_text(stream_options={"include_usage": False, "colour": 1}))[-1] == "[DONE]"
+        metrics = (await site.client.get("/metrics")).text
+        assert 'marathon_unknown_request_fields_total{endpoint="completions"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"messages": [{"role": "user", "content": "x", "speaker": 1}]}),
+        ("/tokenize", {"content": "x", "colour": 1}),
+        ("/detokenize", {"tokens": [1], "colour": 1}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "x", "speaker": 1}]}),
+        ("/v1/chat/completions/input_tokens", {"messages": USER, "colour": 1}),
+    ],
+)
+async def test_routes_about_tokens_count_unknown_members_too(path: str, body: dict[str, Any]) -> None:
+    async with run_server() as site:
+        assert (await site.post(path, body)).status_code == 200
+        metrics = (await site.client.get("/metrics")).text
+        assert 'marathon_unknown_request_fields_total{endpoint="other"} 1.0' in metrics
+
+
+# ---------------------------------------------------------------- reasoning
+@pytest.mark.parametrize(
+    ("reasoning", "effort"),
+    [
+        ({"enabled": False}, "none"),
+        ({"enabled": True}, "medium"),
+        ({"enabled": True, "effort": "high"}, "high"),
+        ({"enabled": False, "effort": "none"}, "none"),
+        ({"effort": "low", "summary": "auto"}, "low"),
+        ({}, None),
+    ],
+    ids=json.dumps,
+)
+async def test_reasoning_may_be_switched(reasoning: dict[str, Any], effort: str | None) -> None:
+    request = body.validate(ChatRequest, json.dumps({"messages": USER, "reasoning": reasoning}).encode())
+    async with run_server() as site:
+        refusals.check_chat(request, site.served.settings)
+        assert (await site.chat(reasoning=reasoning)).status_code == 200
+    assert request.effort == effort
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning": {"enabled": False, "effort": "high"}}, "reasoning.enabled"),
+        ({"reasoning": {"enabled": True, "effort": "none"}}, "reasoning.enabled"),
+        ({"reasoning": {"enabled": False}, "reasoning_effort": "low"}, "reasoning.enabled"),
+        ({"reasoning": {"enabled": "no"}}, "reasoning.enabled"),
+        ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
+        ({"reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
+    ],
+    ids=json.dumps,
+)
+async def test_a_wish_for_reasoning_that_cant_be_met_is_refused(fields: dict[str, Any], param: str) -> None:
+    async with run_server() as site:
+        answer = await site.chat(**fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param

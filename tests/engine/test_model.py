@@ -1,0 +1,120 @@
+"""What loading a model finds out: whether it batches, what its rows cost, and why it can't be loaded."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from driving import FAMILIES, prompt
+from driving import model as tiny_model
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from loadtests import zoo
+from server.cache_guard import cache_arrays, pinned_bytes
+from server.engine import model
+from server.errors import StartupError
+from server.ipc.messages import Probe, Ready, Sampling, Sequence
+from server.supervision.admission import Capacity
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "deepseek_v32", "recurrent_gemma"])
+def test_a_family_that_batches_rightly_batches(family):
+    assert model._batching(tiny_model(family)) == (2048, "batched")
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("llama4", "merge"),
+        ("gemma2", "broadcast"),
+        ("minimax_m3_vl", "differ"),  # only where blocks of keys are left out
+        ("longcat_flash_ngram", "differ"),  # only where the window of newest tokens isn't full
+    ],
+)
+def test_a_family_that_does_not_is_found_out_and_the_reason_told(family, why):
+    vocabulary, verdict = model._batching(tiny_model(family))
+    assert vocabulary == 2048
+    assert why in verdict
+    assert "\n" not in verdict
+
+
+def test_a_model_whose_logits_are_no_numbers_when_batched_does_not_batch():
+    plain = tiny_model("llama")
+
+    class Broken:
+        layers, modules = plain.layers, plain.modules
+
+        def __call__(self, inputs, cache=None):
+            logits = plain(inputs, cache=cache)
+            return logits * mx.nan if inputs.shape[0] > 1 else logits
+
+    assert "nan" in model._batching(Broken())[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_costs_what_was_predicted(family):
+    """Within 5 %, at two lengths, after chunks and decode steps."""
+    built = tiny_model(family)
+    costs = model.row_cost(built)
+    for length in (100, 700):
+        caches, tokens = make_prompt_cache(built), prompt(length)
+        for at in range(0, length - 2, 256):
+            built(mx.array([tokens[at : min(at + 256, length - 2)]]), cache=caches)
+            mx.eval(cache_arrays(caches))
+        mx.clear_cache()  # a buffer from the pool may be larger than what was asked for
+        for token in tokens[-2:]:
+            built(mx.array([[token]]), cache=caches)
+            mx.eval(cache_arrays(caches))
+        real = pinned_bytes(cache_arrays(caches))
+        assert sum(cost.bytes(length) for cost in costs) == pytest.approx(real, rel=0.05)
+
+
+def test_the_peak_of_the_largest_chunk_is_told_from_smaller_ones(monkeypatch):
+    """On a CPU scores are a matrix, so the peak grows with the square."""
+    monkeypatch.setattr(model, "LARGEST_CHUNK", 1024)
+    built = tiny_model("llama")
+    real = model._peak(built, 1024)
+    largest, pair = model.chunk_peak(built)
+    assert largest == pytest.approx(real, rel=0.15)
+    assert real > 2.5 * model._peak(built, 512)
+    assert pair == pytest.approx(4 * 4, rel=0.15), "a float32 for each of four heads"
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("llama", {}), ("llama", {"hidden": 256}), ("qwen3_5", {})])
+def test_what_is_planned_for_a_short_chunk_is_about_what_it_takes(family, sizes):
+    """Scaled down in proportion from the longest one it would be several times that."""
+    built = zoo.build(family, **sizes)
+    largest, pair = model.chunk_peak(built)
+    probe = Probe(2048, "batched", [], largest, 0, pair_bytes=pair)
+    for size in (128, 256, 512):
+        assert model._peak(built, size) / 1.3 < probe.chunk_peak(size) < 1.6 * model._peak(built, size)
+    assert probe.chunk_peak(model.LARGEST_CHUNK) == pytest.approx(largest, rel=0.01)
+    assert probe.chunk_peak(64, 2048) - probe.chunk_peak(64) == pytest.approx(64 * 2048 * pair, rel=0.01)
+
+
+def test_a_lone_prompt_that_can_be_read_is_not_refused():
+    """Whatever a chunk was thought to take: the limit is hardly more than what it takes in truth."""
+    built = zoo.build("llama", hidden=256)
+    weights = sum(array.nbytes for _, array in tree_flatten(built.parameters()))
+    largest, pair = model.chunk_peak(built)
+    probe = Probe(2048, "batched", model.row_cost(built), 10 * largest, 0, pair_bytes=10 * pair)
+    cost = sum(one.bytes(400) for one in probe.row_cost)
+    limit = weights + cost + model._peak(built, 400)
+    ready = Ready(1, 1, probe, 4096, weights, "llama", "none", "cpu", "0", "0", 0, memory_limit=limit)
+    Capacity(ready, None, 8).check(Sequence([1] * 400, Sampling(0), 100))
+
+
+def test_quantization_is_told_as_people_say_it():
+    assert model.quantization({"quantization": {"bits": 4}}) == "4-bit"
+    assert model.quantization({"torch_dtype": "bfloat16"}) == "bfloat16"
+    assert model.quantization({}) == "none"
+
+
+@pytest.mark.parametrize("config", [None, "{", json.dumps({"model_type": "no_such_thing"}), json.dumps({})])
+def test_a_folder_that_holds_no_model_is_refused_in_one_line(tmp_path, config):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(StartupError, match="can't load the model") as caught:
+        model.load(tmp_path, trust_remote_code=False, probe=None, on_stage=lambda stage: None)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)

@@ -1,0 +1,197 @@
+"""Grammars of JSON answers and forced calls, tried with llguidance itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from serving import TOKENIZER
+
+from server.api.input import tools
+from server.api.input.schema import ChatRequest
+from server.errors import InvalidValue, UnsupportedParameter
+from server.grammar import build
+from server.grammar.build import Calls, Reasoning, Tag
+from server.ipc.messages import Grammar
+from server.text.tokenizer import ChatPrompt, Tokenizer
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CALLS = Calls(
+    Tag("<tool_call>"),
+    Tag("</tool_call>"),
+    [("get_time", CITY, "tools[0].function.parameters"), ("no-args", None, "tools[1].function.parameters")],
+    several=True,
+)
+THINK = Reasoning(Tag("<think>"), Tag("</think>"), opened=False)
+THINKING = Reasoning(Tag("<think>"), Tag("</think>"), opened=True)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def accepts(made: Grammar, text: str) -> bool:
+    """The whole of `text` is an answer."""
+    tokenizer = LLTokenizer((TOKENIZER / "tokenizer.json").read_text())
+    matcher = LLMatcher(tokenizer, made.text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_an_answer_follows_its_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+    made = build.answer(schema | {"$defs": {"n": {"enum": [1, "é"]}}, "additionalProperties": False})
+    for good in ('{"a": 1}', '{"a":1}', '{\n  "a": "é"\n}'):
+        assert accepts(made, good)
+    for bad in ('{"a": 2}', "{}", '{"a": 1, "b": 2}', 'x{"a": 1}', '{"a": 1}x'):
+        assert not accepts(made, bad)
+
+
+def test_white_space_cannot_go_on_for_ever() -> None:
+    made = build.answer(build.ANY_OBJECT)
+    assert accepts(made, '{"a": [1, {"b": null}]}')
+    assert not accepts(made, '{"a":  1}')
+    assert not accepts(made, '{"a":\n\n1}')
+    loose = build.ANY_OBJECT | {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": None}}
+    assert not accepts(build.answer(loose), '{"a":  1}'), "a client's own options don't count"
+
+
+def test_a_forced_answer_is_calls_and_nothing_else() -> None:
+    made = build.answer(calls=CALLS)
+    assert accepts(made, call("get_time", city="Oslo"))
+    assert accepts(made, call("no-args") + "\n" + call("get_time", city="Oslo"))
+    for bad in ("hello", '{"a": 1}', call("get_time"), call("get_time", city=5), call("other"), call("no-args")[:-1]):
+        assert not accepts(made, bad)
+    single = build.answer(calls=Calls(CALLS.start, CALLS.end, CALLS.functions, several=False))
+    assert not accepts(single, call("no-args") + "\n" + call("no-args"))
+
+
+def test_json_or_calls_when_both_are_allowed() -> None:
+    made = build.answer(CITY, param="p", calls=CALLS)
+    assert accepts(made, '{"city": "Oslo"}')
+    assert accepts(made, call("no-args"))
+    assert not accepts(made, "hello")
+
+
+def test_reasoning_stays_free_before_the_answer() -> None:
+    may, must = build.answer(CITY, reasoning=THINK), build.answer(CITY, reasoning=THINKING)
+    thought = 'hm, {"city": 5} < perhaps </ think'
+    assert accepts(may, '{"city": "Oslo"}')
+    assert accepts(may, f'<think>{thought}</think>\n\n{{"city": "Oslo"}}')
+    assert not accepts(may, thought)
+    assert accepts(must, f'{thought}</think>{{"city": "Oslo"}}')
+    assert not accepts(must, '{"city": "Oslo"}')
+
+
+def test_tags_that_are_special_tokens_are_drawn_as_such() -> None:
+    special = Reasoning(Tag("<|endoftext|>", 0), Tag("<|im_start|>", 1), opened=True)
+    made = build.answer(CITY, reasoning=special)
+    assert "<[1]>" in made.text
+    assert accepts(made, 'hm<|im_start|>{"city": "Oslo"}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "strin"}, "S"),
+        ({"properties": {"a": {"items": {"type": "strin"}}}}, "S.properties.a.items"),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "uniqueItems": True}]}, "S.anyOf[1]"),
+        ({"properties": {"a": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"type": "no"}}}, "S.properties.a"),
+        ({"$ref": "#/nowhere"}, "S"),
+        ({"type": "string", "pattern": "(("}, "S"),
+        ({"prefixItems": [{}, {"format": "nonsense", "type": "string"}]}, "S.prefixItems[1]"),
+        ({"enum": []}, "S"),
+        (False, "S"),
+    ],
+    ids=str,
+)
+def test_a_schema_that_cannot_be_enforced_is_refused_by_its_place(schema: Any, place: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        build.check(schema, "S")
+    assert caught.value.param == place
+
+
+def test_too_large_and_too_deep_schemas_are_refused_before_any_work() -> None:
+    wide = {"type": "object", "properties": {f"key{n}": {"type": "string"} for n in range(4000)}}
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(400):
+        deep = {"type": "array", "items": deep}
+    for schema in (wide, deep):
+        with pytest.raises(InvalidValue):
+            build.answer(schema, param="S")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": -(2**63)},
+        {"type": "number", "const": -1e30},
+        {"type": "integer", "enum": [1, -(2**63)]},
+        {"const": [{"a": -1e19}]},
+        {"multipleOf": 1_000_003},
+        {"type": "number", "multipleOf": 99999.99},
+        {"multipleOf": 1e300},
+        {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+    ],
+    ids=str,
+)
+def test_what_would_end_or_stall_the_process_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue, match=r"number below|too many digits") as caught:
+        build.answer({"type": "object", "properties": {"a": schema}}, param="S")
+    assert caught.value.param.startswith("S.properties.a")
+    with pytest.raises(InvalidValue, match=r"number below|too many digits"):
+        build.answer(rule=f"%lark {{\nstart: %json {json.dumps(schema)}\n}}", param="grammar")
+    with pytest.raises(InvalidValue) as caught:
+        build.answer(calls=replace(CALLS, functions=[("f", {"properties": {"a": schema}}, "tools[0]")]))
+    assert caught.value.param.startswith("tools[0]")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [-(2**53), 0, 2**63]},
+        {"type": "integer", "minimum": -(2**53), "maximum": 2**53},
+        {"multipleOf": 86_400},
+        {"type": "number", "multipleOf": 0.01},
+        {"anyOf": [{"multipleOf": 0.25}, {"multipleOf": 60}]},
+        {"properties": {"multipleOf": {"type": "string"}, "const": {"type": "integer"}}},
+    ],
+    ids=str,
+)
+def test_what_only_looks_dangerous_is_not_refused(schema: dict[str, Any]) -> None:
+    build.answer({"type": "object", "properties": {"a": schema}, "default": {"a": {"const": 5}}})
+
+
+def test_a_model_whose_calls_are_no_json_cannot_be_forced() -> None:
+    class Other:
+        tool_format = type("Form", (), {"name": "pythonic", "is_json": False})()
+
+    request = ChatRequest.model_validate(
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": "required",
+        }
+    )
+    other: Any = Other()
+    with pytest.raises(UnsupportedParameter, match="pythonic"):
+        tools.constraint(None, tools.read(request), ChatPrompt([1], [1], False), other)
+
+
+def test_a_real_tokenizer_tells_its_tags() -> None:
+    tokenizer = Tokenizer.load(TOKENIZER, trust_remote_code=False)
+    request = ChatRequest.model_validate(
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": {"name": "get_time", "parameters": CITY}}],
+            "tool_choice": {"type": "function", "function": {"name": "get_time"}},
+        }
+    )
+    made = tools.constraint(None, tools.read(request), ChatPrompt([1], [1], False), tokenizer)
+    assert made is not None
+    assert accepts(made, call("get_time", city="Oslo"))
+    assert not accepts(made, call("get_time", city="Oslo") + "\n" + call("get_time", city="Oslo"))

@@ -1,0 +1,123 @@
+"""Grammars are checked where a crash or an endless check costs nobody anything."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from llguidance import LLMatcher
+from serving import run_server
+
+from server.grammar import checker as module
+from server.grammar.checker import Prover
+
+
+@pytest.fixture
+def checker():
+    made = Prover()
+    yield made
+    made.close()
+
+
+def lark(text):
+    return LLMatcher.grammar_from_lark(text)
+
+
+CRASHES = 'start: %json {"const": -9223372036854775808}'
+
+
+def test_it_says_what_the_library_says(checker):
+    for text in ('start: "a"', "start: (", 'start: %json {"type": "nonsense"}', 'start: "\u00e4\n\u2028"'):
+        assert checker.fault(lark(text)) == module.fault(lark(text))
+    assert checker.fault(lark("start: ("))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: %json {"$ref": "#"}',
+        'start: %json {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#"}}}',
+        'start: start "a"',
+        r"start: /[^\s\S]/",
+    ],
+)
+def test_a_grammar_that_no_text_could_follow_is_at_fault(text):
+    assert "no text" in module.fault(lark(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: ""',
+        "start: <[151657]> /x*/",
+        'start: %json {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}}]}',
+    ],
+)
+def test_a_grammar_that_comes_to_an_end_is_not(text):
+    assert module.fault(lark(text)) == ""
+
+
+def test_a_grammar_that_crashes_the_library_is_at_fault_and_the_next_is_checked(checker):
+    assert "checking it fails" in checker.fault(lark(CRASHES))
+    assert checker.fault(lark('start: "a"')) == ""
+
+
+def test_a_check_that_never_ends_ends(monkeypatch):
+    checker = Prover(seconds=0.3)
+    endless = [sys.executable, "-c", "import time; time.sleep(600)"]
+    popen = module.subprocess.Popen
+    monkeypatch.setattr(module, "_START_SECONDS", 0.3)
+    monkeypatch.setattr(module.subprocess, "Popen", lambda command, **options: popen(endless, **options))
+    began = time.monotonic()
+    assert "0.3 s" in checker.fault("x")
+    assert time.monotonic() - began < 5
+
+
+def test_the_alarm_of_the_other_process_ends_it_by_itself():
+    checker = Prover(seconds=0.5)
+    assert checker.fault(lark('start: "a"')) == ""
+    pid = checker._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGALRM)
+    os.kill(pid, signal.SIGCONT)
+    assert checker._process.wait(5) == -signal.SIGALRM
+    assert checker.fault(lark('start: "b"')) == ""
+    checker.close()
+
+
+def test_it_ends_with_whoever_asked(checker):
+    checker.fault(lark('start: "a"'))
+    process = checker._process
+    process.stdin.close()
+    assert process.wait(10) == 0
+
+
+def test_closing_answers_whoever_waits(checker):
+    checker.fault(lark('start: "a"'))
+    os.kill(checker._process.pid, signal.SIGSTOP)
+    answers = []
+    asker = threading.Thread(target=lambda: answers.append(checker.fault(lark('start: "b"'))))
+    asker.start()
+    time.sleep(0.1)
+    checker.close()
+    asker.join(5)
+    assert answers
+    assert answers[0]
+
+
+async def test_a_schema_that_crashes_the_check_is_refused_and_the_server_goes_on(monkeypatch):
+    monkeypatch.setattr("server.grammar.build.hazard", lambda lark: "")
+    schema = {"type": "object", "properties": {"a": {"const": -9223372036854775808}}}
+    wish = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    async with run_server() as site:
+        answer = await site.chat(response_format=wish)
+        assert answer.status_code == 400
+        assert "schema" in answer.json()["error"]["param"]
+        assert (await site.chat()).status_code == 200
+        await asyncio.to_thread(site.served.prover.fault, lark('start: "a"'))
+        pid = site.served.prover._process.pid
+    assert sys.platform != "linux" or not Path(f"/proc/{pid}").exists()

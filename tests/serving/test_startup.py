@@ -1,0 +1,239 @@
+"""From the open port to the first engine: what is said, what is answered, and how it may end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import engine, run_server
+
+from server import serve
+from server.errors import StartupError
+from server.model_files.locate import Located
+from server.serving import startup
+from server.serving.entrance import Entrance
+from server.serving.listening import listen
+from server.serving.startup import Ended, Startup
+from server.settings import load
+
+LINUX = sys.platform == "linux"
+ROOT = Path(__file__).parents[2]
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+
+
+# ---------------------------------------------------------------- what is said
+def test_a_stage_that_takes_long_is_spoken_of_again(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(startup, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(startup, "_TICK_SECONDS", 0.01)
+    with Startup() as stages:
+        stages.begin("reading")
+        time.sleep(0.35)
+        stages.begin("writing")
+        stages.say("half of it is written")
+        assert stages.reason == "half of it is written"
+    assert caplog.messages[0] == "reading"
+    assert len([line for line in caplog.messages if line.startswith("reading: ")]) >= 2
+    assert stages.seconds.keys() == {"reading", "writing"}
+    assert stages.seconds["reading"] > 0.3
+    before = len(caplog.messages)
+    time.sleep(0.2)
+    assert len(caplog.messages) == before
+
+
+def test_work_that_says_how_far_it_is_ends_when_the_start_is_given_up():
+    stages = Startup()
+    stages.say("one")
+    stages.give_up()
+    with pytest.raises(Ended):
+        stages.say("two")
+
+
+# ---------------------------------------------------------------- what is answered
+class Place:
+    """A server whose model is looked for by `locate`."""
+
+    def __init__(self, server: serve.Server, client: httpx.AsyncClient, task: asyncio.Task[None]) -> None:
+        self.server, self.client, self.task = server, client, task
+
+
+@contextlib.asynccontextmanager
+async def entrance(monkeypatch: pytest.MonkeyPatch, locate: Callable[..., Located]) -> AsyncIterator[Place]:
+    monkeypatch.setattr("server.model_files.locate.locate", locate)
+    settings = load({"port": 0})
+    (sock,) = listen(settings.host, 0)
+    with Startup() as stages:
+        server = serve.Server(Entrance(settings, stages), None, settings, lambda ready: None)
+        task = asyncio.create_task(server._serve([sock]))  # not serve(): the signals are pytest's
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
+            try:
+                yield Place(server, client, task)
+            finally:
+                server.handle_exit(signal.SIGTERM, None)
+                server.handle_exit(signal.SIGTERM, None)
+                await asyncio.wait_for(task, 30)
+
+
+async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(monkeypatch, tiny):
+    found = threading.Event()
+
+    def locate(settings: Any, tell: Callable[[str], None]) -> Located:
+        tell("fetching: 12 of 93 MB")
+        found.wait(30)
+        return Located(tiny("llama"), "tiny")
+
+    async with entrance(monkeypatch, locate) as place:
+        chat = asyncio.create_task(place.client.post("/v1/chat/completions", json=CHAT))
+        assert (await place.client.get("/live")).json() == {"status": "live"}
+        for path in ("/ready", "/metrics"):
+            answer = await place.client.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+            assert "12 of 93 MB" in answer.json()["error"]["message"]
+            assert int(answer.headers["retry-after"]) >= 1
+        health = (await place.client.get("/health")).json()
+        assert health["status"] == "not ready"
+        assert "12 of 93 MB" in health["reason"]
+        for host, status in (("evil.example", 403), ("localhost, localhost", 400)):
+            refused = await place.client.get("/health", headers={"Host": host})
+            assert (refused.status_code, set(refused.json())) == (status, {"error"})
+        assert not chat.done()
+        found.set()
+        assert (await chat).status_code == 200
+        assert (await place.client.get("/ready")).status_code == 200
+
+
+async def test_a_server_can_be_ended_while_its_model_is_fetched(monkeypatch):
+    cleared = threading.Event()
+
+    def locate(settings: Any, tell: Callable[[str], None]) -> Located:
+        try:
+            while True:
+                tell("still fetching")
+                time.sleep(0.02)
+        finally:
+            cleared.set()
+
+    async with entrance(monkeypatch, locate) as place:
+        chat = asyncio.create_task(place.client.post("/v1/chat/completions", json=CHAT))
+        assert (await place.client.get("/ready")).status_code == 503
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        place.server.handle_exit(signal.SIGTERM, None)
+        answer = await chat
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        await asyncio.wait_for(asyncio.shield(place.task), 10)
+        assert time.monotonic() - began < 5
+        assert cleared.is_set()
+        assert place.server.failure is None
+
+
+async def test_without_a_model_the_server_ends_with_the_reason_and_who_waits_hears_it(monkeypatch):
+    go = threading.Event()
+
+    def locate(settings: Any, tell: Callable[[str], None]) -> Located:
+        go.wait(30)
+        raise StartupError("there is no network")
+
+    async with entrance(monkeypatch, locate) as place:
+        chat = asyncio.create_task(place.client.post("/v1/chat/completions", json=CHAT))
+        await place.client.get("/live")
+        await asyncio.sleep(0.1)
+        go.set()
+        assert (await chat).status_code == 503
+        assert "no network" in (await chat).json()["error"]["message"]
+        await asyncio.wait_for(asyncio.shield(place.task), 10)
+        assert str(place.server.failure) == "there is no network"
+
+
+async def test_an_engine_that_comes_after_failed_starts_is_announced_too():
+    async with run_server(engine(starts=["die", "die", "die", "ok"]), ready=False) as site:
+        await site.until(lambda: bool(site.announced), 30)
+        assert (await site.chat()).status_code == 200
+        assert not site.server.should_exit
+
+
+# ---------------------------------------------------------------- as a process
+def lines_until(process: subprocess.Popen[bytes], word: str, seconds: float) -> list[tuple[float, str]]:
+    """Times and lines of its stderr up to the one with `word` in it."""
+    assert process.stderr is not None
+    found: list[tuple[float, str]] = []
+    until, rest = time.monotonic() + seconds, b""
+    while not any(word in line for _, line in found):
+        assert select.select([process.stderr], [], [], until - time.monotonic())[0], f"no {word!r} in {found}"
+        data = os.read(process.stderr.fileno(), 1 << 16)
+        assert data, f"no {word!r} in {found}"
+        *lines, rest = (rest + data).split(b"\n")
+        found += [(time.monotonic(), line.decode()) for line in lines]
+    return found
+
+
+def test_a_start_speaks_every_few_seconds_in_json_on_stderr_and_a_second_server_ends_at_once(tiny, empty_home):
+    """The engine fails to start once, dies by SIGABRT once, and all that is heard of it is JSON."""
+    values = ["--model", str(tiny("llama")), "--log-format", "json", "--faults", "fail-start:1,abort@decode:3*2"]
+    command = [sys.executable, "-P", "-m", "server.cli", "serve", "--port"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(empty_home)}
+    with socket_free() as port:
+        began = time.monotonic()
+        server = subprocess.Popen(
+            [*command, str(port), *values],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd=ROOT,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1500)),
+        )
+        try:
+            first = lines_until(server, "takes requests", 60)
+            second = subprocess.run([*command, str(port)], capture_output=True, text=True, env=environment, cwd=ROOT)
+            assert (second.returncode, second.stdout) == (2, "")
+            assert re.fullmatch(rf"marathon: port {port} on 127.0.0.1 is already in use; .*\n", second.stderr)
+            lines = first + lines_until(server, "Marathon serves", 120)
+            times = [began, *(at for at, _ in lines)]
+            assert max(b - a for a, b in itertools.pairwise(times)) < 6  # 3 on a machine of one's own
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT, trust_env=False, timeout=60)
+            assert answer.status_code == 200
+            health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=60).json()
+            limits = [open_files_of(pid) for pid in (server.pid, health["engine"]["pid"]) if pid and LINUX]
+            assert all(limit == ["1500", "1500"] for limit in limits)  # neither mlx-lm's nor the shell's
+        finally:
+            server.terminate()
+            out, err = server.communicate(timeout=30)
+        assert (server.returncode, out) == (0, b"")
+        said = [json.loads(line) for line in [*(text for _, text in lines), *err.decode().splitlines()]]
+        assert all({"time", "level", "message"} <= line.keys() for line in said)
+        assert any("SIGABRT" in line["message"] for line in said)
+        assert {line.get("process") for line in said} >= {None, "engine 2"}
+
+
+def open_files_of(pid: int) -> list[str]:
+    """The limit of open files of a process on Linux."""
+    text = Path(f"/proc/{pid}/limits").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("Max open files"))
+    return line.split()[3:5]
+
+
+@contextlib.contextmanager
+def socket_free() -> Any:
+    """A port that is free."""
+    (sock,) = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    sock.close()
+    yield port

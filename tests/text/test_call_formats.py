@@ -1,0 +1,501 @@
+"""Tool calls in every format: none is lost, arguments follow the schema, and it doesn't matter how the text is cut."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calling import answers, calls_of, function, serving
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_text import Spelled, answer, cuts, state, tool_format
+
+from server.text.calls.tool_calls import CallBegin
+from server.text.detokenizer import Answer
+
+Call = tuple[str, dict[str, Any]]
+
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+PROPERTIES = {"text": STRING, "count": INTEGER, "on": {"type": "boolean"}, "items": {"type": "array"}}
+PROPERTIES |= {"options": {"type": "object"}, "maybe": {"anyOf": [INTEGER, {"type": "null"}]}}
+TOOLS = [function(name, {"type": "object", "properties": PROPERTIES}) for name in ("f", "get-time")]
+
+
+# ---------------------------------------------------------------- as the models' templates write them
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def gemma(quote: str) -> Callable[[Any], str]:
+    def literal(value: Any) -> str:
+        if isinstance(value, str):
+            return quote + value + quote
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{literal(one)}" for key, one in value.items()) + "}"
+        return "[" + ",".join(map(literal, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+    return literal
+
+
+def elements(call: str, argument: str, around: str) -> Callable[[list[Call]], str]:
+    def write(calls: list[Call]) -> str:
+        inner = ""
+        for name, arguments in calls:
+            values = (f'<{argument} name="{k}">{as_text(v)}</{argument}>\n' for k, v in arguments.items())
+            inner += f'<{call} name="{name}">\n{"".join(values)}</{call}>\n'
+        return f"<{around}>\n{inner}</{around}>" if around else inner.rstrip("\n")
+
+    return write
+
+
+def pairs(prefix: str) -> Callable[[list[Call]], str]:
+    def one(call: Call) -> str:
+        inner = "".join(
+            f"<{prefix}arg_key>{key}</{prefix}arg_key>\n<{prefix}arg_value>{as_text(value)}</{prefix}arg_value>\n"
+            for key, value in call[1].items()
+        )
+        return f"<{prefix}tool_call>{call[0]}\n{inner}</{prefix}tool_call>"
+
+    return lambda calls: "\n".join(map(one, calls))
+
+
+def braces(start: str, end: str, quote: str) -> Callable[[list[Call]], str]:
+    literal = gemma(quote)
+    return lambda calls: "".join(f"{start}call:{name}{literal(arguments)}{end}" for name, arguments in calls)
+
+
+def qwen(calls: list[Call]) -> str:
+    inner = ""
+    for name, arguments in calls:
+        values = (f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items())
+        inner += f"<function={name}>\n{''.join(values)}</function>\n"
+    return f"<tool_call>\n{inner}</tool_call>"
+
+
+def python(calls: list[Call]) -> str:
+    inner = (f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in calls)
+    return f"<|tool_call_start|>[{', '.join(inner)}]<|tool_call_end|>"
+
+
+def xtml(calls: list[Call]) -> str:
+    inner = ""
+    for name, arguments in calls:
+        values = (
+            f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "any"}"<|sep|>'
+            f"{as_text(value)}<|close|>argument<|sep|>"
+            for key, value in arguments.items()
+        )
+        inner += f'<|open|>call tool="{name}" index="1"<|sep|>{"".join(values)}<|close|>call<|sep|>'
+    return f"<|open|>tools<|sep|>{inner}<|close|>tools<|sep|>"
+
+
+def kimi(calls: list[Call]) -> str:
+    inner = (
+        f"<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+        for n, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(inner)}<|tool_calls_section_end|>"
+
+
+def json_tools(calls: list[Call]) -> str:
+    lines = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
+    return "\n".join(f"<tool_call>\n{line}\n</tool_call>" for line in lines)
+
+
+def mistral(calls: list[Call]) -> str:
+    return "[TOOL_CALLS]" + json.dumps([{"name": n, "arguments": a, "id": f"abcdefgh{len(n)}"} for n, a in calls])
+
+
+WRITERS: dict[str, Callable[[list[Call]], str]] = {
+    "json_tools": json_tools,
+    "mistral": mistral,
+    "kimi_k2": kimi,
+    "qwen3_coder": qwen,
+    "minimax_m2": elements("invoke", "parameter", "minimax:tool_call"),
+    "muse_spark": elements("atem:invoke", "atem:parameter", "atem:function_calls"),
+    "minicpm5": elements("function", "param", ""),
+    "glm47": pairs(""),
+    "laguna": pairs(""),
+    "longcat": pairs("longcat_"),
+    "kimi_k3": xtml,
+    "gemma4": braces("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "function_gemma": braces("<start_function_call>", "<end_function_call>", "<escape>"),
+    "pythonic": python,
+}
+IN_JSON = {"json_tools", "mistral", "kimi_k2"}
+CALLS: list[Call] = [
+    ("f", {"text": "plain", "count": -5, "on": False, "items": ["a", 1.5]}),
+    ("f", {"text": '  {"a": 1}, </parameter> it\'s\n  null', "count": 5, "on": True, "items": [1, "2", {"k": None}]}),
+    ("f", {}),
+    ("f", {"maybe": None, "options": {"a": {"b": "c } ] ) , x"}}, "text": "é🎉 <b> & &lt; 007"}),
+]
+
+
+def spelled(parser: str) -> Spelled:
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+    return Spelled(None, tool_format(parser, module.tool_call_start, module.tool_call_end))
+
+
+def told(parser: str, parts: list[str] | list[bytes], *, cut: bool = False) -> Answer:
+    tokenizer = spelled(parser)
+    text = state(tokenizer, tools=TOOLS)
+    pieces = list(itertools.chain(*(text.feed([token]) for token in tokenizer.tokens(parts))))
+    return answer([*pieces, *text.finish(cut=cut)])
+
+
+def read(found: Answer) -> list[Call]:
+    return [(call.name, json.loads(call.arguments)) for call in found.calls]
+
+
+def whole_and_in_pieces(parser: str, text: str) -> Answer:
+    one, many = told(parser, [text]), told(parser, list(text))
+    assert one == many
+    return one
+
+
+def test_every_parser_of_mlx_lms_is_tried_here() -> None:
+    folder = Path(importlib.import_module("mlx_lm.tool_parsers").__file__ or "").parent
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(WRITERS)
+
+
+# ---------------------------------------------------------------- no call is lost
+@pytest.mark.parametrize("parser", WRITERS)
+def test_calls_come_as_they_were_meant_and_text_around_them_stays(parser: str) -> None:
+    found = whole_and_in_pieces(parser, "Let me look.\n" + WRITERS[parser](CALLS))
+    assert read(found) == CALLS
+    assert found.content == "Let me look.\n"
+
+
+@pytest.mark.parametrize("parser", [name for name in WRITERS if name != "mistral"])
+def test_blocks_may_follow_each_other_with_text_between(parser: str) -> None:
+    one = WRITERS[parser](CALLS[:1])
+    found = whole_and_in_pieces(parser, f"{one}\n\nAnd once more: {one}{one}\n")
+    assert read(found) == CALLS[:1] * 3
+    assert found.content == "And once more: "
+
+
+@pytest.mark.parametrize("parser", WRITERS)
+def test_a_cut_answer_delivers_what_can_be_read_or_its_text(parser: str) -> None:
+    calls = [CALLS[0], *CALLS[2:]]
+    text = WRITERS[parser](calls)
+    for end in range(len(text)):
+        found = told(parser, [text[:end]], cut=True)
+        if not found.calls:
+            assert found.content == text[:end]
+            continue
+        edge = " \n,["
+        assert text[:end].rstrip(edge).endswith(found.content.strip(edge)), "at most the beginning of the next call"
+        for call, (name, arguments) in zip(found.calls, calls, strict=False):
+            assert call.name == name
+            if parser in IN_JSON:
+                assert json.dumps(arguments).startswith(call.arguments)
+            else:
+                whole = {key: arguments[key] for key in json.loads(call.arguments)}
+                assert json.loads(call.arguments) == whole
+
+
+@pytest.mark.parametrize("parser", WRITERS)
+def test_what_is_no_call_is_content(parser: str) -> None:
+    form = spelled(parser).tool_format
+    assert form is not None
+    for inner in ("nonsense", "{", "<function", "call:", "3", '{"a": 1}', "<parameter=a>\n1\n</parameter>", "é"):
+        text = f"Well: {form.start}{inner}{form.end}"
+        assert whole_and_in_pieces(parser, text) == Answer(text)
+
+
+CHARACTERS = st.text(max_size=4)
+SNIPPETS = st.sampled_from([
+    *("</parameter>", "</tool_call>", "x</function>", "</arg_value>", "</param>", "</invoke", "<|tool_call_end|>"),
+    *("null", "\n", "  ", '"', "'", "\\", "{", "}", "[", "]", "(", ")", ",", ":", "=", "a", "5", "&lt;", "é🎉"),
+])  # fmt: skip
+TEXTS = st.lists(SNIPPETS | CHARACTERS, max_size=5).map("".join)
+SCALARS = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | TEXTS
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": TEXTS,
+        "count": st.integers(-(10**20), 10**20),
+        "on": st.booleans(),
+        "items": st.lists(SCALARS, max_size=3),
+        "options": st.dictionaries(st.from_regex(r"\A[a-z]{1,4}\Z"), SCALARS, max_size=3),
+        "maybe": st.none() | st.integers(),
+    },
+)
+# What a format can't say at all, or says in the same way as something else.
+AMBIGUOUS: dict[str, Callable[[str], bool]] = {
+    "gemma4": lambda text: '<|"|>' in text,
+    "function_gemma": lambda text: "<escape>" in text,
+    "minicpm5": lambda text: text.startswith("\n") and text.endswith("\n"),
+    **{
+        name: lambda text: text.startswith("\n") and text.endswith("\n")
+        for name in ("minimax_m2", "muse_spark", "glm47", "laguna", "longcat")
+    },
+}
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from strings(one)
+
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(WRITERS)),
+    st.lists(st.tuples(st.sampled_from(["f", "get-time"]), ARGUMENTS), min_size=1, max_size=3),
+    SIZES,
+    st.floats(0, 1),
+)
+def test_arguments_are_the_same_however_the_text_is_cut(
+    parser: str, calls: list[Call], sizes: list[int], share: float
+) -> None:
+    calls = [("f", arguments) for _, arguments in calls] if parser == "pythonic" else calls
+    written = [text for _, arguments in calls for text in strings(arguments)]
+    assume(not any("\r" in text or AMBIGUOUS.get(parser, lambda _: False)(text) for text in written))
+    text = WRITERS[parser](calls)
+    plain = told(parser, [text])
+    assert read(plain) == calls
+    assert plain.content == ""
+    assert told(parser, list(cuts(text.encode(), itertools.cycle(sizes)))) == plain
+    end = int(len(text) * share)
+    assert told(parser, [text[:end]], cut=True) == told(parser, list(text[:end]), cut=True)
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=text>", "</parameter>", "\n", "x"),
+    *("f", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "text", "(", ")", "=", "{", "}", '"', "call:f{"),
+    *('{"name": "f", "arguments": {', "<|tool_call>", "<tool_call|>", '<|"|>', ":", ",", "<think>", "</think>", "é"),
+    *("<|tool_call_start|>[f(", ")]<|tool_call_end|>", "text='", "[TOOL_CALLS]", "[ARGS]", "<function=nobody>"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(WRITERS)), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.booleans(), SIZES)
+def test_whatever_a_model_writes_streamed_and_plain_are_equal(
+    parser: str, fragments: list[str], cut: bool, sizes: list[int]
+) -> None:
+    text = "".join(fragments)
+    plain = told(parser, [text], cut=cut)
+    assert told(parser, list(cuts(text.encode(), itertools.cycle(sizes))), cut=cut) == plain
+    assert told(parser, list(text), cut=cut) == plain
+    if not plain.calls and "think>" not in text:
+        assert plain.content == text
+
+
+# ---------------------------------------------------------------- models' own ways
+def qwen_call(inner: str) -> str:
+    return f"<tool_call>\n<function=f>\n{inner}\n</function>\n</tool_call>"
+
+
+NESTED = qwen_call("<parameter=a>\n1\n</parameter>")
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "arguments"),
+    [
+        ("qwen3_coder", qwen_call("<parameter=text>\n\n  x\n\n</parameter>"), {"text": "\n  x\n"}),
+        ("qwen3_coder", qwen_call("<parameter=text>x</parameter>"), {"text": "x"}),
+        ("qwen3_coder", qwen_call("<parameter=text>\r\nx\r\n</parameter>"), {"text": "x"}),
+        ("qwen3_coder", qwen_call('<parameter="text">\nx\n</parameter>'), {"text": "x"}),
+        ("qwen3_coder", qwen_call("<parameter=count>\n5\n<parameter=text>\nx"), {"count": 5, "text": "x"}),
+        ("qwen3_coder", qwen_call("<parameter=text>\nuse <parameter=text> so\n</parameter>"), None),
+        ("qwen3_coder", qwen_call('{"count": 5}'), {"count": 5}),
+        ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {"count": 5}}</tool_call>', {"count": 5}),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=text>\nx\n</tool_call>", {"text": "x"}),
+        ("qwen3_coder", qwen_call(f"<parameter=text>\n{NESTED}\n</parameter>"), {"text": NESTED}),
+        ("minimax_m2", "<minimax:tool_call><invoke name='f'><parameter name=text>\nx\n</parameter></invoke>"
+         "</minimax:tool_call>", {"text": "x"}),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="text">x\n</parameter></invoke>'
+         "</minimax:tool_call>", {"text": "x\n"}),
+        ("minicpm5", '<function name="f"><param name="text"><![CDATA[<b> </param></function> &]]></param></function>',
+         {"text": "<b> </param></function> &"}),
+        ("minicpm5", '<function name="f"><param name="text"><![CDATA[a]]]]><![CDATA[>b]]></param></function>',
+         {"text": "a]]>b"}),
+        ("glm47", "<tool_call>f</tool_call>", {}),
+        ("glm47", '<tool_call>f\n{"text": "x"}</tool_call>', {"text": "x"}),
+        ("glm47", "<tool_call>f count=5</tool_call>", {"count": 5}),
+        ("glm47", '<tool_call>{"name": "f", "arguments": {"text": "5"}}</tool_call>', {"text": "5"}),
+        ("longcat", '<longcat_tool_call>{"name": "f", "arguments": {"text": "5"}}</longcat_tool_call>', {"text": "5"}),
+        ("kimi_k3", '<|open|>tools<|sep|><|open|>call index="1" tool="f"<|sep|><|open|>json type="object"<|sep|>'
+         '{"count": 5}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>', {"count": 5}),
+        ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|open|>argument type="number" key="text"<|sep|>'
+         "007<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>", {"text": "007"}),
+        ("gemma4", "<|tool_call>call:f{text:it's Oslo,count:5}<tool_call|>", {"text": "it's Oslo", "count": 5}),
+        ("gemma4", '<|tool_call>call:f{count:<|"|>5<|"|>,text:007}<tool_call|>', {"count": 5, "text": "007"}),
+        ("function_gemma", "<start_function_call>call:f{items:[<escape>a,b<escape>,2]}<end_function_call>",
+         {"items": ["a,b", 2]}),
+        ("pythonic", '<|tool_call_start|>[f(text="a" , items=[true, null, {"k": (1, 2)}],)]<|tool_call_end|>',
+         {"text": "a", "items": [True, None, {"k": [1, 2]}]}),
+        ("pythonic", "<|tool_call_start|>[f(text=02134, count='5')]<|tool_call_end|>", {"text": "02134", "count": 5}),
+        ("pythonic", '<|tool_call_start|>[f(text="""x\n"y" ) \\d""")]<|tool_call_end|>', {"text": 'x\n"y" ) \\d'}),
+        ("json_tools", '<tool_call>{"function": {"name": "f", "arguments": {"count": 5}}}</tool_call>', {"count": 5}),
+        ("json_tools", '<tool_call>{"arguments": {"text": "</tool_call> {\\"name\\": 1}"}, "name": "f"}</tool_call>',
+         {"text": '</tool_call> {"name": 1}'}),
+        ("json_tools", '<tool_call>{"name": "f", "arguments": {"text": "\\ud83d"}}</tool_call>', {"text": "\ud83d"}),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"count": 5}', {"count": 5}),
+        ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{"count": 5}'
+         "<|tool_call_end|><|tool_calls_section_end|>", {"count": 5}),
+    ],
+    ids=itertools.count(),
+)  # fmt: skip
+def test_a_call_is_read_as_it_was_meant(parser: str, text: str, arguments: dict[str, Any] | None) -> None:
+    found = whole_and_in_pieces(parser, text)
+    wanted = {"text": "use <parameter=text> so"} if arguments is None else arguments
+    assert read(found) == [("f", wanted)]
+    assert found.content == ""
+
+
+def test_text_between_the_calls_of_a_block_is_content() -> None:
+    call = "<function=f>\n</function>\n"
+    found = whole_and_in_pieces("qwen3_coder", f"<tool_call>\n{call}and then\n{call}</tool_call>")
+    assert (len(found.calls), found.content) == (2, "\nand then\n")
+    one = '{"name": "f", "arguments": {}}'
+    found = whole_and_in_pieces(
+        "json_tools", f'<tool_call>{one} and then {{"arguments": {{}}, "name": "f"}}</tool_call>'
+    )
+    assert (len(found.calls), found.content) == (2, " and then ")
+
+
+def test_a_closing_tag_inside_an_argument_is_part_of_it_unless_another_block_follows() -> None:
+    inside = qwen([("f", {"text": "a</tool_call>b"})])
+    assert read(whole_and_in_pieces("qwen3_coder", inside)) == [("f", {"text": "a</tool_call>b"})]
+    broken = "<tool_call>\n<function=f>\n<parameter=text>\nx\n</tool_call>\n"
+    found = whole_and_in_pieces("qwen3_coder", broken + qwen([("f", {"count": 5})]))
+    assert read(found) == [("f", {"text": "x"}), ("f", {"count": 5})]
+    found = whole_and_in_pieces("qwen3_coder", broken + "Done.")
+    assert (read(found), found.content) == ([("f", {"text": "x"})], "\nDone.")
+    broken = '<tool_call>{"name": "f", "arguments": {"text": "x</tool_call>\n'
+    found = whole_and_in_pieces("json_tools", broken + json_tools([("f", {})]))
+    assert [call.arguments for call in found.calls] == ['{"text": "x', "{}"]
+
+
+def test_a_call_of_qwen3_coders_needs_no_tag_around_it() -> None:
+    call = qwen([("f", {"text": "x"})]).removeprefix("<tool_call>\n")
+    for text in (call, call.removesuffix("</tool_call>")):
+        found = whole_and_in_pieces("qwen3_coder", "Well.\n" + text)
+        assert (read(found), found.content) == ([("f", {"text": "x"})], "Well.\n")
+    for text in ("Write `<function=name>` and so on.", "Begin with <function="):
+        assert whole_and_in_pieces("qwen3_coder", text) == Answer(text)
+
+
+@pytest.mark.parametrize("parser", WRITERS)
+def test_long_arguments_are_read_in_time_that_grows_with_them(parser: str) -> None:
+    """Where reading took time with the square of the length, this would take half a minute."""
+    for unit in ("x", "<", "x </", "{", "'", "f(", "é\n", "</tool_call>", "</tool_call>a", "<![CDATA[", ", "):
+        text = WRITERS[parser]([("f", {"text": unit * 6_000})])
+        assert [call.name for call in told(parser, [text]).calls] == ["f"]
+        form = spelled(parser).tool_format
+        assert form is not None
+        told(parser, [form.start + unit * 6_000 + form.end])
+
+
+def test_a_call_is_told_when_its_block_ends() -> None:
+    tokenizer = spelled("qwen3_coder")
+    text = state(tokenizer, tools=TOOLS)
+    pieces = text.feed(tokenizer.tokens([qwen(CALLS)]))
+    assert [piece.name for piece in pieces if isinstance(piece, CallBegin)] == ["f"] * 4
+    assert text.calls == 4
+
+
+# ---------------------------------------------------------------- what mlx-lm's parsers make of it
+@pytest.mark.parametrize(
+    ("parser", "inner", "calls"),
+    [
+        ("qwen3_coder", "<function=f>\n</function>\n<function=f>\n</function>", [("f", {}), ("f", {})]),
+        (
+            "qwen3_coder",
+            "<function=f>\n<parameter=count>\n2026-01-15\n</parameter>\n</function>",
+            [("f", {"count": "2026-01-15"})],
+        ),
+        ("glm47", "f<arg_key>text</arg_key><arg_value> x</arg_value>", [("f", {"text": " x"})]),
+        (
+            "longcat",
+            "f<longcat_arg_key>a</longcat_arg_key><longcat_arg_value>5</longcat_arg_value>",
+            [("f", {"a": "5"})],
+        ),
+        (
+            "minimax_m2",
+            '<invoke name="f"><parameter name="text"> x</parameter></invoke>',
+            [("f", {"text": " x"})],
+        ),
+        ("minicpm5", '"f"><param name="text"> x</param>', [("f", {"text": " x"})]),
+        (
+            "muse_spark",
+            '<atem:invoke name="f"><atem:parameter name="text">5</atem:parameter></atem:invoke>',
+            [("f", {"text": "5"})],
+        ),
+        (
+            "kimi_k3",
+            '<|open|>call tool="f"<|sep|><|open|>argument key="text" type="number"<|sep|>5<|close|>argument<|sep|>'
+            "<|close|>call<|sep|>",
+            [("f", {"text": "5"})],
+        ),
+        ("gemma4", "call:f{text:5}", [("f", {"text": "5"})]),
+        ("function_gemma", "call:f{text:<escape>a}b<escape>}", [("f", {"text": "a}b"})]),
+        ("pythonic", "[f(text=5)]", [("f", {"text": "5"})]),
+    ],
+)
+def test_mlx_lms_parsers_still_need_the_readers_here(parser: str, inner: str, calls: list[Call]) -> None:
+    """Where this fails the parser reads what ours stands in for, and the reader here may go."""
+    form = spelled(parser).tool_format
+    assert form is not None
+    assert read(told(parser, [form.start + inner + form.end])) == calls
+    try:
+        made = form.parse(inner, TOOLS)
+    except ValueError:
+        return
+    found = [(call["name"], call["arguments"]) for call in (made if isinstance(made, list) else [made])]
+    assert found != calls
+
+
+# ---------------------------------------------------------------- over HTTP
+TABLE: list[tuple[Any, str, Any]] = [
+    ({"type": ["string", "null"]}, '{"name": "demo"}', '{"name": "demo"}'),
+    ({"type": ["string", "null"]}, "123", "123"),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+    ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "true", True),
+    ({"type": "string"}, "null", "null"),
+    ({"type": "integer"}, "2026-01-15", "2026-01-15"),
+    ({"$ref": "#/$defs/Size"}, "2", 2),
+    ({"type": "object"}, "{'a': [True, None]}", {"a": [True, None]}),
+]
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm47", "minimax_m2", "minicpm5", "longcat"])
+async def test_arguments_follow_the_schema_over_http(parser: str, tmp_path: Path) -> None:
+    properties = {f"p{n}": schema for n, (schema, _, _) in enumerate(TABLE)}
+    parameters = {"type": "object", "properties": properties, "$defs": {"Size": {"enum": [1, 2]}}}
+    calls: list[Call] = [("f", {f"p{n}": text for n, (_, text, _) in enumerate(TABLE)}), ("g", {"unknown": "5"})]
+    async with serving(parser, WRITERS[parser](calls), tmp_path) as site:
+        message = await answers(site, tools=[function("f", parameters), function("g")])
+        assert calls_of(message) == [
+            ("f", {f"p{n}": value for n, (_, _, value) in enumerate(TABLE)}),
+            ("g", {"unknown": "5"}),
+        ]
+        assert message["content"] is None
+        assert message["finish_reason"] == "tool_calls"
+
+
+async def test_a_call_cut_by_max_tokens_is_delivered_as_far_as_it_goes(tmp_path: Path) -> None:
+    script = qwen([("f", {"count": 5, "text": "a rather long text"})])
+    async with serving("qwen3_coder", script, tmp_path) as site:
+        whole = len(site.served.tokenizer.encode(script, special=True, bos=False))
+        found = []
+        for most in range(1, whole, 7):
+            message = await answers(site, tools=TOOLS, max_tokens=most)
+            assert message["finish_reason"] == "length"
+            found.append(calls_of(message) or message["content"])
+        assert [one for one in found if isinstance(one, list)] == sorted(
+            (one for one in found if isinstance(one, list)), key=lambda calls: len(calls[0][1])
+        )
+        assert script.startswith(found[0])
+        assert found[-1] == [("f", {"count": 5, "text": "a rather long text"})]
