@@ -33,8 +33,8 @@ INTRODUCTION = """\
 # Certified models
 
 What `marathon certify` says of every model family of mlx-lm that the zoo (`loadtests/zoo/families.py`) builds: tiny,
-with random weights, from the family's own class. One long row, two short ones that join it every 40 steps and leave again;
-{tokens} steps a run. Written by `python -m scripts.certified_models`; {versions}; {device}.
+with random weights, from the family's own class. One long row, two short ones that join it every 40 steps and leave
+again; {tokens} steps a run. Written by `python -m scripts.certified_models`; {versions}; {device}.
 
 The three figures are live buffers a step that nobody gives back, counted with the pool dropped: in mlx-lm's
 BatchGenerator, in Marathon, and in Marathon with `--guard off`. Of the 2.25 of a family with two chains, 2 come with

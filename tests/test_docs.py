@@ -119,3 +119,10 @@ def test_the_list_of_faults_in_the_readme_is_whole_and_right():
 
 def test_the_readme_stays_short():
     assert len(TEXTS["README.md"].splitlines()) <= 220
+
+
+def test_each_override_names_files_that_are_there():
+    page = (ROOT / "docs" / "overrides.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:server|tests)/[\w/]+\.py)`", page)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []

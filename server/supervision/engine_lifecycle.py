@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from server.engine.prefill_log import PrefillLog
 from server.errors import GenerationFailed, NotReady
 from server.ipc import messages
 from server.settings import Settings
@@ -30,6 +29,7 @@ from server.supervision.engine_process import Engine, Link
 from server.supervision.generation import Cause, Generation
 from server.supervision.liveness import Liveness, Overdue
 from server.supervision.outputs import Counts
+from server.supervision.prefill_log import PrefillLog
 from server.supervision.probation import MAX_STRIKES
 from server.supervision.scheduler import Roster
 from server.supervision.timeouts import GOOD_LIFE, HASTY_ROTATIONS, Backoff, RotationPace, StallLimit

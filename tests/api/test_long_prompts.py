@@ -14,9 +14,9 @@ import httpx
 import pytest
 from serving import MODEL, USER, Site, engine, run_server
 
-from server.engine import prefill_log
-from server.engine.prefill_log import PrefillLog
 from server.ipc.messages import PromptProgress
+from server.supervision import prefill_log
+from server.supervision.prefill_log import PrefillLog
 
 TIMESTAMP = re.compile(r"^marathon_engine_last_step_timestamp_seconds (\S+)$", re.MULTILINE)
 SECONDS = 1.2  # of a prompt, in 24 chunks

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from adjusting import reference
 from driving import Rig, prompt, row
-from test_adjust import reference
 
 from loadtests import harness
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from time import monotonic, process_time, sleep
 
 import pytest
-from conftest import Tiny
 from serving import engine, run_server
 from tokenizers import Tokenizer
 
@@ -42,6 +41,8 @@ from loadtests.harness import Failed, Server, Worker
 from loadtests.zoo import models
 
 WITH_USAGE = {"completion_tokens": 3, "prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 2}}
+
+Tiny = Callable[..., Path]
 
 
 # ---------------------------------------------------------------- statistics

@@ -13,7 +13,7 @@ import pytest
 from calling import answers, calls_of, function, serving
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_text import Spelled, answer, cuts, state, tool_format
+from spelling import Spelled, answer, cuts, state, tool_format
 
 from server.text.calls.tool_calls import CallBegin
 from server.text.detokenizer import Answer
