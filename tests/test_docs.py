@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import readme
 from server import cli, faults
 from server.settings import ENV_PREFIX, Settings, option
 
@@ -115,6 +116,15 @@ def test_the_list_of_faults_in_the_readme_is_whole_and_right():
     assert {name.partition(":")[0] for name in whole} >= {"slow-start", "fail-start", "leak"}
     words = set(re.findall(r"[a-z]+", " ".join(named)))
     assert words >= {*faults.ACTS, *faults.PLACES}
+
+
+def test_every_command_of_the_readme_is_run_by_its_script_or_said_why_not():
+    """`scripts/readme.py` runs them in a clean clone; a command that it doesn't know may not stand there."""
+    named = readme.commands(TEXTS["README.md"])
+    assert len(named) > 15
+    assert [command for command in named if not (readme.runner(command) or readme.elsewhere(command))] == []
+    assert [start for start in readme.ELSEWHERE if not any(one.startswith(start) for one in named)] == []
+    assert [start for start in readme.RUNNERS if not any(one.startswith(start) for one in named)] == []
 
 
 def test_the_readme_stays_short():
