@@ -161,7 +161,8 @@ def _serve(settings: Settings) -> None:
             stages = "".join(f"; {seconds:.1f} s {stage}" for stage, seconds in startup.seconds.items())
             log.info("Marathon serves %s at %s (ready in %.1f s%s)", entrance.name, address, startup.total, stages)
 
-        startup.say(f"Marathon {server.__version__} starts: {address} takes requests, which wait for the model")
+        model = settings.model or "the starter model"
+        startup.say(f"Marathon {server.__version__} loads {model}; {address} takes requests, which wait for it")
         entrance = Entrance(settings, startup)
         running = Server(entrance, None, settings, announce)
         running.run(sockets=sockets)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-QUIET_SECONDS = 2.5  # longest silence
+QUIET_SECONDS = 2.0  # longest silence
 _TICK_SECONDS = 0.25
 
 log = logging.getLogger("marathon")
