@@ -27,6 +27,7 @@ $(STAMP): pyproject.toml requirements.lock
 	@touch $@
 
 serve: install
+	@echo "starting $(BIN)/marathon serve"
 	@exec $(BIN)/marathon serve $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 # For an NVIDIA GPU, once. MLX's packages for CPU and CUDA write the same library, and the last one stays.

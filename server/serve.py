@@ -96,6 +96,10 @@ class Server(uvicorn.Server):
             self.failure, self.should_exit = error, True
         except (Draining, Ended):
             log.info("ended before the model was loaded")
+        except Exception as error:  # a fault of the program must not leave a server that waits for ever
+            log.exception("the start failed")
+            self.failure = StartupError(f"the start failed: {type(error).__name__}: {error}")
+            self.should_exit = True
 
     @staticmethod
     async def _first_engine(supervisor: Supervisor) -> Ready:

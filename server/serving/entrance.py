@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import server
 from server.api.middleware.security import Names
-from server.errors import Draining, NotReady, RequestError, StartupError
+from server.errors import Draining, NotReady, RequestError
 from server.metrics import Metrics
 from server.serving.startup import Ended, Startup
 from server.settings import Settings
@@ -98,8 +98,10 @@ class Entrance:
         self._thread.start()
         try:
             app, supervisor = await asyncio.wrap_future(made)
+            if self._fault is not None:
+                raise Ended
             await self._life.enter_async_context(app.router.lifespan_context(app))
-        except StartupError as error:
+        except Exception as error:
             self._refuse(NotReady(str(error)))
             raise
         self._app = app

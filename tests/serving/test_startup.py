@@ -163,6 +163,15 @@ async def test_without_a_model_the_server_ends_with_the_reason_and_who_waits_hea
         assert str(place.server.failure) == "there is no network"
 
 
+async def test_a_fault_of_the_program_ends_the_start_too(monkeypatch):
+    def locate(settings: Any, tell: Callable[[str], None]) -> Located:
+        raise ZeroDivisionError("a mistake")
+
+    async with entrance(monkeypatch, locate) as place:
+        await asyncio.wait_for(asyncio.shield(place.task), 10)
+        assert str(place.server.failure) == "the start failed: ZeroDivisionError: a mistake"
+
+
 async def test_an_engine_that_comes_after_failed_starts_is_announced_too():
     async with run_server(engine(starts=["die", "die", "die", "ok"]), ready=False) as site:
         await site.until(lambda: bool(site.announced), 30)
