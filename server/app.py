@@ -81,6 +81,7 @@ def lifespan(served: Served) -> Callable[[FastAPI], Any]:
                 yield
         finally:
             await supervisor.stop(supervisor.clock())
+            served.large.close()
             served.prover.close()
             served.worker.shutdown(cancel_futures=True)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.context import Served
+from server.api.context import Model, Served
 from server.api.input import body, generic_tools, refusals, response_format, tools
 from server.api.input.members import unknown
 from server.api.input.schema import ChatRequest
@@ -51,7 +51,7 @@ def routes(served: Served, prefix: str) -> APIRouter:
     return router
 
 
-def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
+def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
     """Bytes → sequences. Raises RequestError that names the field at fault."""
     request = body.validate(ChatRequest, content)
     served.check_model(request.model)
@@ -112,7 +112,7 @@ def _earlier_calls(request: ChatRequest) -> Iterator[str]:
             yield message.tool_call_id
 
 
-def _form(request: ChatRequest, wish: tools.Wish, served: Served) -> ChatForm:
+def _form(request: ChatRequest, wish: tools.Wish, served: Model) -> ChatForm:
     head = {
         "id": "chatcmpl-" + secrets.token_hex(12),
         "object": "chat.completion.chunk",

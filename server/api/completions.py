@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.context import Served
+from server.api.context import Model, Served
 from server.api.input import body, refusals, response_format
 from server.api.input.members import unknown
 from server.api.input.schema import CompletionRequest, Prompt
@@ -56,7 +56,7 @@ def routes(served: Served, prefix: str) -> APIRouter:
     return router
 
 
-def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
+def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
     """Bytes → sequences. Raises RequestError that names the field at fault."""
     request = body.validate(CompletionRequest, content)
     served.check_model(request.model)
@@ -85,7 +85,7 @@ def prepare(served: Served, content: bytes, bounds: Bounds) -> Prepared:
     return Prepared(request, made, texts, form, unknown(request))
 
 
-def _constraint(request: CompletionRequest, served: Served) -> Grammar | None:
+def _constraint(request: CompletionRequest, served: Model) -> Grammar | None:
     form = response_format.read(request, served.settings)
     return (
         None if form is None else build.answer(form.schema, rule=form.rule, param=form.param, prove=served.prover.fault)
@@ -120,7 +120,7 @@ def _spelled(prompt: str | list[int], tokenizer: Tokenizer) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)
 
 
-def _form(request: CompletionRequest, served: Served, prompts: list[str]) -> CompletionForm:
+def _form(request: CompletionRequest, served: Model, prompts: list[str]) -> CompletionForm:
     head = {
         "id": "cmpl-" + secrets.token_hex(12),
         "object": "text_completion",

@@ -1,7 +1,8 @@
 """What every route needs: the settings, the model's names, and the parts below.
 
-Owns the one worker thread in which all but the shortest bodies are parsed, checked, templated and tokenised, so that
-the event loop goes on reading the seam. Runs on the event loop.
+Owns the choice where a body is parsed, checked, templated and tokenised: the shortest ones on the event loop, most in
+one worker thread, so that the loop goes on reading the seam, and large ones in a process of their own, since a thread
+would hold the interpreter. `Served` runs on the event loop, `Model` in all three places.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import TypeVar
 
+from server.api.input.large_requests import LARGE_BYTES, LargeRequests
 from server.errors import InvalidValue, ModelNotFound, NotReady, StartupError
 from server.grammar.checker import Prover
 from server.ipc.messages import Ready
@@ -27,7 +30,7 @@ PARTS = ("mlx-marathon", "mlx", "mlx-lm")  # what an answer's text can depend on
 LIGHT_BYTES = 4096  # of a body that takes a millisecond or two
 HEAVY = (  # may take more
     b"response_format", b"structured_outputs", b"guided_", b"json_schema", b"grammar", b"regex", b"ebnf", b"tools",
-    b"logit_bias",
+    b"logit_bias", b"\\u",  # any of the words may be spelled with escapes
 )  # fmt: skip
 MAX_NOTED = 200  # names of unknown fields come from clients
 
@@ -41,7 +44,7 @@ def build() -> str:
     return "b" + hashlib.sha256("\n".join(versions).encode()).hexdigest()[:10]
 
 
-def _within_depth(work: Callable[..., Result], *arguments: object) -> Result:
+def within_depth(work: Callable[..., Result], *arguments: object) -> Result:
     """`work(*arguments)`. What is nested so deeply that Python can't walk through it was sent so."""
     try:
         return work(*arguments)
@@ -50,25 +53,55 @@ def _within_depth(work: Callable[..., Result], *arguments: object) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """The served model and all that serves it."""
+class Recipe:
+    """How another process makes the same `Model`."""
+
+    settings: str  # as JSON, without the API keys
+    name: str
+    created: int
+    folder: Path  # the tokenizer's
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The served model, and what it takes to understand requests for it."""
 
     settings: Settings
     name: str  # the model's id
     created: int
     tokenizer: Tokenizer
-    supervisor: Supervisor
-    metrics: Metrics
-    worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="text"))
-    prover: Prover = field(default_factory=Prover)
-    noted: set[str] = field(default_factory=set)  # unknown fields that the log has named
-    build: str = field(default_factory=lambda: build())  # tells answers of different versions apart
+    prover: Prover = field(default_factory=Prover, kw_only=True)
+    build: str = field(default_factory=lambda: build(), kw_only=True)  # tells answers of different versions apart
 
     @property
     def names(self) -> set[str]:
         """Every name under which the model answers; only its id and the aliases are listed."""
         given = {self.settings.model} if self.settings.model else set()
         return {self.name, "default", *self.settings.model_alias, *given}
+
+    @property
+    def recipe(self) -> Recipe:
+        shown = self.settings.model_dump_json(exclude={"api_key", "api_key_file"})
+        return Recipe(shown, self.name, self.created, self.tokenizer.folder)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound for a name that isn't ours; none at all means the served model."""
+        if name is not None and name not in self.names:
+            raise ModelNotFound(f"The model {name[:200]!r} isn't served here; {self.name!r} is", param="model")
+
+
+@dataclass(frozen=True, slots=True)
+class Served(Model):
+    """The served model and all that serves it."""
+
+    supervisor: Supervisor
+    metrics: Metrics
+    worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="text"))
+    noted: set[str] = field(default_factory=set)  # unknown fields that the log has named
+    large: LargeRequests = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "large", LargeRequests(lambda: self.recipe, self.tokenizer))
 
     @property
     def context(self) -> int:
@@ -78,11 +111,6 @@ class Served:
         if ready is None:
             return self.settings.allowed_context(self.tokenizer.context)
         return self.settings.allowed_context(ready.context)
-
-    def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound for a name that isn't ours; none at all means the served model."""
-        if name is not None and name not in self.names:
-            raise ModelNotFound(f"The model {name[:200]!r} isn't served here; {self.name!r} is", param="model")
 
     async def known(self) -> Ready:
         """Facts of the loaded model; waits while the first engine loads it. Raises NotReady when there can be none."""
@@ -94,22 +122,28 @@ class Served:
             raise NotReady(f"The model can't be loaded: {error}") from error
 
     async def prepare(self, work: Callable[..., Result], content: bytes, *more: object) -> Result:
-        """`work(self, content, *more)`: what a request's body asks for. Handing it to the worker thread costs more than
-        a short text takes; a schema may take long, however short it is."""
+        """`work(self, content, *more)`: what a request's body asks for. `work` is a function of a module, and gets a
+        `Model`; it and what it gives must be fit to be pickled.
+
+        Handing a body to the worker thread costs more than a short text takes; a schema may take long, however short
+        it is.
+        """
+        if len(content) > LARGE_BYTES:
+            return await self.large.prepare(work, content, *more)
         if len(content) <= LIGHT_BYTES and not any(word in content for word in HEAVY):
-            return _within_depth(work, self, content, *more)
+            return within_depth(work, self, content, *more)
         return await self.think(work, self, content, *more)
 
     async def think(self, work: Callable[..., Result], *arguments: object) -> Result:
         """`work(*arguments)` in the worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.worker, _within_depth, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.worker, within_depth, work, *arguments)
 
     def note_unknown(self, endpoint: str, fields: list[str]) -> None:
         """Counts fields that nobody knows; each name is logged once."""
         if not fields:
             return
         self.metrics.unknown_fields(endpoint, len(fields))
-        for name in fields:
+        for name in fields[:MAX_NOTED]:
             if name not in self.noted and len(self.noted) < MAX_NOTED:
                 self.noted.add(name)
                 log.warning("a request has the unknown field %r; it is ignored", name[:100])

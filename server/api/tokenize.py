@@ -1,7 +1,8 @@
 """POST /tokenize, /detokenize, /apply-template and /v1/chat/completions/input_tokens, GET /tokenizer_info.
 
 Owns both customary forms: `content` in, as llama.cpp has it, and `prompt` or `messages` in, as vLLM has it. Tokenising
-happens in the worker thread. Never needs an engine.
+and the making of the answer's bytes, which may be more than the request's, happen off the event loop. Never needs an
+engine.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from server.api.chat import render
-from server.api.context import Served
+from server.api.context import Model, Served
 from server.api.input import body, refusals, tools
 from server.api.input.members import unknown
 from server.api.input.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
@@ -20,12 +22,13 @@ from server.api.input.sequences import Bounds
 from server.api.openapi import body as documented
 from server.api.openapi import errors
 from server.api.output.schema import Counted, Rendered, Text, Tokens
+from server.api.output.slices import array
+from server.api.output.slices import encode as to_json
 from server.errors import InvalidValue
 from server.metrics import OTHER
 from server.text.tokenizer import Tokenizer
 
 Asked = TypeVar("Asked", TokenizeRequest, TemplateRequest, DetokenizeRequest, ChatRequest)
-Answer = dict[str, Any]
 CHAT_FIELDS = ("messages", *Rendering.model_fields)
 
 
@@ -38,7 +41,7 @@ def routes(served: Served) -> APIRouter:
         responses=errors(400, 404, 413, 415),
         openapi_extra=documented(TokenizeRequest),
     )
-    async def tokenize(http: Request) -> Any:
+    async def tokenize(http: Request) -> Response:
         """Text or a conversation as token ids."""
         return await _answer(served, http, TokenizeRequest, encode)
 
@@ -48,7 +51,7 @@ def routes(served: Served) -> APIRouter:
         responses=errors(400, 404, 413, 415),
         openapi_extra=documented(TemplateRequest),
     )
-    async def apply_template(http: Request) -> Any:
+    async def apply_template(http: Request) -> Response:
         """A conversation as the text that the model reads."""
         return await _answer(served, http, TemplateRequest, apply)
 
@@ -59,7 +62,7 @@ def routes(served: Served) -> APIRouter:
         responses=errors(400, 404, 413, 415),
         openapi_extra=documented(DetokenizeRequest),
     )
-    async def detokenize(http: Request) -> Any:
+    async def detokenize(http: Request) -> Response:
         """Token ids as text, special tokens spelled out."""
         return await _answer(served, http, DetokenizeRequest, decode)
 
@@ -80,43 +83,52 @@ def counting(served: Served, prefix: str) -> APIRouter:
         responses=errors(400, 404, 413, 415),
         openapi_extra=documented(ChatRequest),
     )
-    async def input_tokens(http: Request) -> Any:
+    async def input_tokens(http: Request) -> Response:
         """How many tokens the prompt of a chat has."""
         return await _answer(served, http, ChatRequest, count)
 
     return router
 
 
-async def _answer(served: Served, http: Request, form: type[Asked], work: Callable[[Served, Asked], Answer]) -> Answer:
-    """The answer to a body of this form; unknown members are noted once it is known to be right."""
+async def _answer(
+    served: Served, http: Request, form: type[Asked], work: Callable[[Model, Asked, Bounds | None], bytes]
+) -> Response:
+    """The answer to a body of this form; unknown members are noted once it is known to be right. As long as there has
+    been no engine, the bounds of its model aren't known."""
     content = await body.read(http, served.settings.max_body_bytes)
-    answer, names = await served.think(_understood, served, content, form, work)
+    bounds = Bounds.of(known, served.settings) if (known := served.supervisor.known) else None
+    answer, names = await served.prepare(_understood, content, form, work, bounds)
     served.note_unknown(OTHER, names)
-    return answer
+    return Response(answer, media_type="application/json")
 
 
 def _understood(
-    served: Served, content: bytes, form: type[Asked], work: Callable[[Served, Asked], Answer]
-) -> tuple[Answer, list[str]]:
+    model: Model,
+    content: bytes,
+    form: type[Asked],
+    work: Callable[[Model, Asked, Bounds | None], bytes],
+    bounds: Bounds | None,
+) -> tuple[bytes, list[str]]:
     request = body.validate(form, content)
-    served.check_model(request.model)
-    return work(served, request), unknown(request)
+    model.check_model(request.model)
+    return work(model, request, bounds), unknown(request)
 
 
-def encode(served: Served, request: TokenizeRequest) -> dict[str, Any]:
-    ids = _ids(request, served)
-    answer: dict[str, Any] = {
-        "tokens": [_piece(token, served.tokenizer) for token in ids] if request.with_pieces else ids,
+def encode(model: Model, request: TokenizeRequest, bounds: Bounds | None) -> bytes:
+    ids, tokenizer = _ids(request, model), model.tokenizer
+    tokens = (_piece(token, tokenizer) for token in ids) if request.with_pieces else ids
+    return to_json({
+        "tokens": array(tokens),
         "count": len(ids),
-        "max_model_len": served.context,
-    }
-    return answer | {"token_strs": [served.tokenizer.piece(i) for i in ids] if request.return_token_strs else None}
+        "max_model_len": bounds.context if bounds else model.settings.allowed_context(tokenizer.context),
+        "token_strs": array(map(tokenizer.piece, ids)) if request.return_token_strs else None,
+    })  # fmt: skip
 
 
-def _ids(request: TokenizeRequest, served: Served) -> list[int]:
-    tokenizer = served.tokenizer
+def _ids(request: TokenizeRequest, model: Model) -> list[int]:
+    tokenizer = model.tokenizer
     if request.messages is not None:
-        return [*tokenizer.encode("", bos=bool(request.add_special_tokens)), *_rendered(request, served)]
+        return [*tokenizer.encode("", bos=bool(request.add_special_tokens)), *_rendered(request, model)]
     if request.content is not None:
         return tokenizer.encode(request.content, special=True, bos=bool(request.add_special))
     if request.prompt is not None:
@@ -124,21 +136,21 @@ def _ids(request: TokenizeRequest, served: Served) -> list[int]:
     raise InvalidValue("One of content, prompt and messages is needed", param="prompt")
 
 
-def _rendered(request: TokenizeRequest | TemplateRequest, served: Served) -> list[int]:
-    return _read(ChatRequest.model_validate({name: getattr(request, name) for name in CHAT_FIELDS}), served)
+def _rendered(request: TokenizeRequest | TemplateRequest, model: Model) -> list[int]:
+    return _read(ChatRequest.model_validate({name: getattr(request, name) for name in CHAT_FIELDS}), model)
 
 
-def _read(chat: ChatRequest, served: Served) -> list[int]:
-    refusals.check_chat(chat, served.settings)
-    return render(served.tokenizer, chat, tools.read(chat)).ids
+def _read(chat: ChatRequest, model: Model) -> list[int]:
+    refusals.check_chat(chat, model.settings)
+    return render(model.tokenizer, chat, tools.read(chat)).ids
 
 
-def count(served: Served, request: ChatRequest) -> dict[str, Any]:
-    return {"object": "response.input_tokens", "input_tokens": len(_read(request, served))}
+def count(model: Model, request: ChatRequest, bounds: Bounds | None) -> bytes:
+    return to_json({"object": "response.input_tokens", "input_tokens": len(_read(request, model))})
 
 
-def apply(served: Served, request: TemplateRequest) -> dict[str, Any]:
-    return {"prompt": served.tokenizer.decode(_rendered(request, served), special=True)}
+def apply(model: Model, request: TemplateRequest, bounds: Bounds | None) -> bytes:
+    return to_json({"prompt": model.tokenizer.decode(_rendered(request, model), special=True)})
 
 
 def _piece(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -150,8 +162,8 @@ def _piece(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
         return {"id": token, "piece": list(data)}
 
 
-def decode(served: Served, request: DetokenizeRequest) -> dict[str, Any]:
-    if known := served.supervisor.known:  # whoever asks before there is an engine may ask for any id
-        Bounds.of(known, served.settings).check_ids(request.tokens, "tokens")
-    text = served.tokenizer.decode(request.tokens, special=True)
-    return {"prompt": text} if request.model is not None else {"content": text, "prompt": text}
+def decode(model: Model, request: DetokenizeRequest, bounds: Bounds | None) -> bytes:
+    if bounds:  # whoever asks before there is an engine may ask for any id
+        bounds.check_ids(request.tokens, "tokens")
+    text = model.tokenizer.decode(request.tokens, special=True)
+    return to_json({"prompt": text} if request.model is not None else {"content": text, "prompt": text})

@@ -85,7 +85,7 @@ def launch(command: Sequence[str]) -> EngineProcess:
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=_without_settings(os.environ),
+                env=without_settings(os.environ),
             )
     except OSError:
         ours.close()
@@ -94,7 +94,7 @@ def launch(command: Sequence[str]) -> EngineProcess:
     return EngineProcess(process, ours)
 
 
-def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Settings travel in `Start`; the API keys among them are none of the engine's business."""
     return {name: value for name, value in environment.items() if not name.upper().startswith(ENV_PREFIX)}
 

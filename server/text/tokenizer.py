@@ -82,7 +82,10 @@ class Tokenizer:
         has_template: whether `chat` can work at all.
         able: what its template can take.
         info: what the files say about the tokenizer.
+        folder: where the files lie.
     """
+
+    folder: Path
 
     def __init__(
         self, wrapper: Any, config: Mapping[str, Any], generation: Mapping[str, Any], own: Mapping[str, Any]
@@ -122,9 +125,11 @@ class Tokenizer:
         try:
             if (template := files.chat_template(path, own)) is not None:
                 extra["chat_template"] = template
-            return cls(load_tokenizer(path, extra), config, generation, own)
+            made = cls(load_tokenizer(path, extra), config, generation, own)
         except Exception as error:  # foreign files and foreign code
             raise StartupError(f"the tokenizer in {path} can't be loaded: {one_line(error)}") from error
+        made.folder = path
+        return made
 
     # ---------------------------------------------------------------- text → ids
     def encode(self, text: str, *, special: bool = False, bos: bool = True, most: int | None = None) -> list[int]:

@@ -551,7 +551,7 @@ def children_of(pid: int | None) -> list[int]:
 
 
 async def test_settings_reach_the_engine_without_the_keys_and_not_by_its_environment(fake, counts, monkeypatch):
-    from server.supervision.engine_process import _without_settings
+    from server.supervision.engine_process import without_settings
 
     async with supervise(fake, counts, api_key="secret-one", max_rows=5) as supervisor:
         assert supervisor.batch_limit == 5
@@ -559,7 +559,7 @@ async def test_settings_reach_the_engine_without_the_keys_and_not_by_its_environ
     assert isinstance(start, messages.Start)
     assert '"max_rows":5' in start.settings
     assert "secret" not in start.settings
-    assert _without_settings({"MARATHON_API_KEY": "x", "PATH": "y"}) == {"PATH": "y"}
+    assert without_settings({"MARATHON_API_KEY": "x", "PATH": "y"}) == {"PATH": "y"}
 
 
 # ---------------------------------------------------------------- many at once

@@ -1,7 +1,6 @@
 """Long texts: pieces have the ids of the whole, nothing waits for them, and what can't fit isn't read to its end."""
 
 import re
-import threading
 import time
 import unicodedata
 
@@ -9,6 +8,7 @@ import pytest
 import small_tokenizers as small
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ticks import Ticks
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from server.errors import ContextLengthExceeded
@@ -193,29 +193,6 @@ def test_marks_of_typed_text_dont_count(tokenizer):
 
 
 # ---------------------------------------------------------------- who waits meanwhile
-class Ticks:
-    """The longest time for which another thread couldn't run."""
-
-    def __enter__(self):
-        self.longest, self._ended = 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._tick)
-        self._thread.start()
-        time.sleep(0.05)
-        self.longest, self._began = 0.0, time.perf_counter()
-        return self
-
-    def _tick(self):
-        last = time.perf_counter()
-        while not self._ended.wait(0.001):
-            now = time.perf_counter()
-            self.longest, last = max(self.longest, now - last), now
-
-    def __exit__(self, *_):
-        self.seconds = time.perf_counter() - self._began
-        self._ended.set()
-        self._thread.join()
-
-
 def test_other_threads_run_while_a_text_is_encoded(tokenizer):
     text = "the quick brown fox\n" * (pieces.PIECE // 20 - 1)
     tokenizer.encode(text[:5000])

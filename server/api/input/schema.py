@@ -10,7 +10,7 @@ never an error, but kept aside so that it can be counted.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +29,8 @@ from pydantic_core import PydanticCustomError
 from server.errors import InvalidValue
 
 MAX_STOPS = 4
+MAX_MESSAGES = 32_768
+MAX_BIAS = 100
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 INTEGERS = frozenset({
@@ -78,6 +80,15 @@ def _pairs_as_object(value: Any) -> Any:
     return {str(token): -100 if weight is False else weight for token, weight in value}
 
 
+def _first_wrong_weight(value: Any) -> Any:
+    """A bias, or the first member of it that is none: pydantic would tell of all of them, and take memory for each."""
+    members = value.items() if isinstance(value, dict) else ()
+    for token, weight in members:
+        if type(weight) not in (int, float) or not -MAX_BIAS <= weight <= MAX_BIAS:
+            return {token: weight}
+    return value
+
+
 def _string_or_object(value: Any) -> str | None:
     return "#string" if isinstance(value, str) else "#object" if isinstance(value, dict) else None
 
@@ -104,10 +115,14 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+Item = TypeVar("Item")
+Many = Annotated[
+    list[Item], Field(fail_fast=True)
+]  # the first fault is the one that is told, and a million take gigabytes
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(max_length=1024)]
 Stop = Annotated[
-    list[StopString],
+    Many[StopString],
     Field(max_length=MAX_STOPS),
     BeforeValidator(_one_is_a_list),
     WithJsonSchema(
@@ -115,17 +130,18 @@ Stop = Annotated[
     ),
 ]
 OnePrompt = Annotated[
-    Annotated[str, Tag("#text")] | Annotated[list[TokenId], Field(min_length=1), Tag("#list")],
+    Annotated[str, Tag("#text")] | Annotated[Many[TokenId], Field(min_length=1), Tag("#list")],
     _by(_one_prompt_kind, "a string or token ids"),
 ]
 Prompt = Annotated[
-    Annotated[str, Tag("#text")] | Annotated[list[TokenId], Tag("#ids")] | Annotated[list[OnePrompt], Tag("#several")],
+    Annotated[str, Tag("#text")] | Annotated[Many[TokenId], Tag("#ids")] | Annotated[Many[OnePrompt], Tag("#several")],
     _by(_prompt_kind, "a string, strings, token ids or lists of token ids, and not an empty array"),
 ]
-_WEIGHT = {"type": "number", "minimum": -100, "maximum": 100}
+_WEIGHT = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
 Bias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]],
-    BeforeValidator(_pairs_as_object),
+    dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    BeforeValidator(_first_wrong_weight),
+    BeforeValidator(_pairs_as_object),  # the last one is the first to run
     WithJsonSchema(
         {
             "anyOf": [
@@ -159,7 +175,7 @@ class Part(Wire):
 
 
 Content = Annotated[
-    Annotated[str, Tag("#text")] | Annotated[list[Part], Tag("#parts")],
+    Annotated[str, Tag("#text")] | Annotated[Many[Part], Tag("#parts")],
     _by(_content_kind, "a string or an array of content parts"),
 ]
 
@@ -210,7 +226,7 @@ class Message(Wire):
         None, description="what is said; may be absent beside tool calls", examples=["What is the capital of France?"]
     )
     name: str | None = Field(None, description="name of the speaker, for templates that show it", examples=["Ada"])
-    tool_calls: list[CalledTool] | None = Field(None, description="calls that the assistant made")
+    tool_calls: Many[CalledTool] | None = Field(None, description="calls that the assistant made")
     tool_call_id: str | None = Field(None, description="the call that a tool's message answers", examples=["call_1"])
     reasoning_content: str | None = Field(None, description="earlier reasoning, for templates that want it back")
     reasoning: str | None = Field(None, description="another name of `reasoning_content`")
@@ -260,7 +276,7 @@ class AllowedTools(Wire):
     """A part of `tools`, and whether one of them must be called."""
 
     mode: Literal["auto", "required"] = Field(description="whether a call is forced", examples=["auto"])
-    tools: list[ToolReference] = Field(min_length=1, description="the tools that may be called")
+    tools: Many[ToolReference] = Field(min_length=1, description="the tools that may be called")
 
 
 class NamedChoice(Wire):
@@ -298,7 +314,7 @@ class ResponseFormat(Wire):
     )
 
 
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
+Choices = Annotated[Many[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
 
 
 class StructuredOutputs(Wire):
@@ -384,8 +400,8 @@ class Generation(Wire):
         examples=[1],
     )
     stop: Stop | None = Field(None, description="strings that end the answer and aren't part of it", examples=[["\n"]])
-    stop_token_ids: list[TokenId] | None = Field(None, description="further token ids that end the answer")
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
+    stop_token_ids: Many[TokenId] | None = Field(None, description="further token ids that end the answer")
+    allowed_token_ids: Annotated[Many[TokenId], Field(min_length=1)] | None = Field(
         None, description="no other token is drawn; not beside a form of the answer or a forced call"
     )
     ignore_eos: bool | None = Field(None, description="go on at the model's own end tokens", examples=[False])
@@ -412,7 +428,7 @@ class Generation(Wire):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="log probabilities name tokens `token_id:5` instead of spelling them"
     )
-    logprob_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = Field(
+    logprob_token_ids: Annotated[Many[TokenId], Field(max_length=128)] | None = Field(
         None, description="with `logprobs`: each token's alternatives are these ids and the drawn one"
     )
     prompt_logprobs: int | None = Field(
@@ -458,7 +474,9 @@ class Generation(Wire):
 class ChatRequest(Generation):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, description="the conversation so far, oldest first")
+    messages: Many[Message] = Field(
+        min_length=1, max_length=MAX_MESSAGES, description="the conversation so far, oldest first"
+    )
     max_completion_tokens: int | None = Field(
         None, ge=1, description="most tokens of the answer; absent: what fits the context", examples=[256]
     )
@@ -467,7 +485,7 @@ class ChatRequest(Generation):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="alternatives a token; only with `logprobs`", examples=[2]
     )
-    tools: list[Tool] | None = Field(None, max_length=128, description="functions that the model may call")
+    tools: Many[Tool] | None = Field(None, max_length=128, description="functions that the model may call")
     tool_choice: ToolChoice | None = Field(
         None, description="whether and what is called; absent: auto", examples=["auto"]
     )
@@ -498,7 +516,7 @@ class ChatRequest(Generation):
     verbose: bool | None = Field(
         None, description="the answer tells its prompt's text as `__verbose.prompt`, as llama.cpp's does"
     )
-    modalities: list[str] | None = Field(None, description="only `text`", examples=[["text"]])
+    modalities: Many[str] | None = Field(None, description="only `text`", examples=[["text"]])
     audio: Any = Field(None, description="refused: text only")
     web_search_options: Any = Field(None, description="refused: the server doesn't search")
     moderation: Any = Field(None, description="refused: the server doesn't moderate")
@@ -561,7 +579,7 @@ class CompletionRequest(Generation):
 class Rendering(Wire):
     """How messages become a prompt, where nothing is generated from it."""
 
-    tools: list[Tool] | None = Field(None, description="tools, for the template")
+    tools: Many[Tool] | None = Field(None, description="tools, for the template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
     continue_final_message: bool | None = Field(None, description="as in a chat")
     add_generation_prompt: bool | None = Field(None, description="as in a chat")
@@ -575,7 +593,9 @@ class TokenizeRequest(Rendering):
     with_pieces: bool | None = Field(None, description="say the text of each token", examples=[True])
     model: str | None = Field(None, description="the served model", examples=["default"])
     prompt: str | None = Field(None, description="text to tokenize (vLLM's form)", examples=["Hello!"])
-    messages: list[Message] | None = Field(None, min_length=1, description="conversation to render and tokenize")
+    messages: Many[Message] | None = Field(
+        None, min_length=1, max_length=MAX_MESSAGES, description="conversation to render and tokenize"
+    )
     add_special_tokens: bool | None = Field(None, description="with the model's begin token; absent: with `prompt`")
     return_token_strs: bool | None = Field(None, description="say the text of each token")
 
@@ -584,14 +604,14 @@ class TemplateRequest(Rendering):
     """Body of POST /apply-template."""
 
     model: str | None = Field(None, description="the served model", examples=["default"])
-    messages: list[Message] = Field(min_length=1, description="conversation to render")
+    messages: Many[Message] = Field(min_length=1, max_length=MAX_MESSAGES, description="conversation to render")
 
 
 class DetokenizeRequest(Wire):
     """Body of POST /detokenize."""
 
     model: str | None = Field(None, description="the served model", examples=["default"])
-    tokens: list[TokenId] = Field(description="token ids", examples=[[1, 2, 3]])
+    tokens: Many[TokenId] = Field(description="token ids", examples=[[1, 2, 3]])
 
 
 # ---------------------------------------------------------------- errors

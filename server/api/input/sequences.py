@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.api.input.schema import Generation
-from server.errors import InvalidValue
+from server.errors import ContextLengthExceeded, InvalidValue
 from server.ipc import messages
 from server.ipc.messages import Grammar, Sampling
 from server.settings import Settings
@@ -39,6 +39,11 @@ class Bounds:
         if ids and (largest := max(ids)) >= self.vocabulary:
             message = f"{param}: token id {largest} is out of vocabulary, which has {self.vocabulary} ids"
             raise InvalidValue(message, param=param)
+
+    def check_length(self, prompt: List[int]) -> None:
+        """Raises for a prompt that leaves no room for an answer."""
+        if len(prompt) + 1 > self.context:
+            raise ContextLengthExceeded.of(len(prompt), self.context)
 
     def room(self, prompt: int, asked: int | None) -> int:
         """Most tokens of an answer. Where not even one fits, opening the request is refused with both numbers."""
@@ -133,6 +138,7 @@ def sequences(
     ends = stop_ids(request, tokenizer, bounds)
     made: list[messages.Sequence] = []
     for prompt in prompts:
+        bounds.check_length(prompt)
         room = bounds.room(len(prompt), max_tokens)
         for _ in range(request.n or 1):
             made.append(

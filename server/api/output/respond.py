@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.context import Served
-from server.api.input.schema import Generation
+from server.api.input.schema import Generation, StreamOptions
 from server.api.middleware.access import Record, record_of
 from server.api.output.choices import Choice, Reply
 from server.api.output.sse import DONE, KEEPALIVE, PREFILL, EventStream, encode, event
@@ -24,6 +24,8 @@ from server.errors import InternalError, RequestError
 from server.ipc.messages import Sequence
 from server.text.detokenizer import Piece, TextState
 
+MOST_NAMES = 1000  # of unknown fields that another process tells of
+MOST_CHARACTERS = 200  # of such a name
 CLIENT_LEFT = 499  # for the log; nobody reads it
 
 log = logging.getLogger("marathon.api")
@@ -56,6 +58,13 @@ class Prepared:
     texts: list[TextState]
     form: Form
     unknown: list[str]
+
+    def lean(self) -> Prepared:
+        """The same for another process: without what was sent and has been read."""
+        kinds = (bool, int, float, StreamOptions)
+        kept: dict[str, Any] = {name: value for name, value in vars(self.request).items() if isinstance(value, kinds)}
+        names = [name[:MOST_CHARACTERS] for name in self.unknown[:MOST_NAMES]]
+        return replace(self, request=type(self.request).model_construct(**kept), unknown=names)
 
 
 async def respond(served: Served, http: Request, endpoint: str, prepared: Prepared) -> Response:

@@ -1,0 +1,30 @@
+"""What the process for large requests is asked to do in tests. It imports this module, so there is little in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from server.errors import ContextLengthExceeded
+
+
+def reply(model: Any, content: bytes, *more: object) -> object:
+    return len(content), more
+
+
+def refuse(model: Any, content: bytes) -> object:
+    raise ContextLengthExceeded.of(5, 4)
+
+
+def fail(model: Any, content: bytes) -> object:
+    raise ValueError(content)
+
+
+def sleep(model: Any, content: bytes) -> object:
+    signal.pause()
+    return None
+
+
+def die(model: Any, content: bytes) -> object:
+    os._exit(1)
