@@ -21,7 +21,7 @@ import server
 from server import faults
 from server.certify import certificate
 from server.config.sources import ENV_PREFIX, Sources, did_you_mean, option, variable
-from server.errors import StartupError
+from server.errors import StartupError, joined_lines
 from server.settings import (
     SIZE_UNITS,
     SIZES,
@@ -189,7 +189,7 @@ def run(command: str, sources: Sources) -> None:
 
 
 def _complain(message: str, given: Sequence[str]) -> int:
-    line = " ".join(message.split())
+    line = joined_lines(message)
     if wants_json(given):
         logs.configure(form="json")
         logging.getLogger("marathon").critical("%s", line)

@@ -31,9 +31,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
+def joined_lines(text: str) -> str:
+    """The text on one line, its white space made single spaces."""
+    return " ".join(text.split())
+
+
 def one_line(error: BaseException, longest: int = 300) -> str:
     """The error's words on one line, cut where they get long: a list that follows a colon stays with it."""
-    words = " ".join(str(error).split()) or type(error).__name__
+    words = joined_lines(str(error)) or type(error).__name__
     if len(words) > longest:
         words = words[:longest].rpartition(" ")[0].rstrip(" ,;:") + " …"
     return words.rstrip(" :")

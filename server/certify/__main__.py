@@ -40,7 +40,7 @@ from server.certify.replay import Gauge, Plan, Run, caches_in_words, play, play_
 from server.config.cache_folder import COUNTERS, cache_folder
 from server.engine import device, model
 from server.engine.model import Loaded
-from server.errors import StartupError
+from server.errors import StartupError, joined_lines
 from server.memory import metal_count, native_count
 from server.memory.allocator import Unavailable
 from server.memory.pressure import Fit
@@ -237,7 +237,7 @@ def main() -> int:
     try:
         certificate = certify(order, _tell)
     except StartupError as error:
-        print(f"marathon: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"marathon: {joined_lines(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
     print(to_json(certificate) if order.as_json else to_text(certificate))
     return 0 if certificate.passed else EXIT_FAILED

@@ -20,6 +20,7 @@ from server.batching import Batch
 from server.cache_guard import Caches, Guard
 from server.certify.certificate import Agreement
 from server.compute.rows import Row
+from server.engine import model
 from server.engine.executor import Executor
 from server.engine.model import Loaded
 from server.engine.plan import Begin, Read
@@ -33,8 +34,6 @@ ROUNDS = 2
 STEPS = (
     ROUNDS * 2 * len(LENGTHS) * TOKENS / 2
 )  # what it costs, in steps of a few rows: alone, together and read at once
-NOISE_FACTOR = 16  # how much further the paths may be apart than reading at once and token by token are
-SPREAD_SHARE = 2e-3  # or than this share of the logits' own spread, where those two hardly differ
 
 Logits = np.ndarray[Any, Any]  # [tokens, V]
 
@@ -143,4 +142,4 @@ def _rounding(loaded: Loaded, prompt: list[int], text: list[int], logits: Logits
     tokens = mx.array([prompt + text[:-1]])
     whole = loaded.model(tokens, cache=make_prompt_cache(loaded.model))[0, len(prompt) - 1 :]
     noise = _distance(logits, np.array(whole.astype(mx.float32)))
-    return max(NOISE_FACTOR * noise, SPREAD_SHARE * float(logits.std(axis=-1).max()))
+    return model.rounding(noise, float(logits.std(axis=-1).max()))

@@ -37,7 +37,8 @@ _PROBE_LENGTH = GROWTH + 1  # one more than a growth step: tells arrays that gro
 _PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one tells more where there is time for it
 _PEAK_SECONDS = 2.0
 TRIED_OUT_BY = [Path(__file__), Path(cache_guard.__file__), Path(together.__file__)]  # what a trial's result depends on
-_NOISE_FACTOR = 16  # batched against alone may differ by so many times what prefill differs from decode
+NOISE_FACTOR = 16  # how much further two paths may be apart than reading at once and token by token are
+SPREAD_SHARE = 2e-3  # or than this share of the logits' own spread, where those two hardly differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,12 @@ def quantization(config: dict[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------- batching
+def rounding(noise: float, spread: float) -> float:
+    """How far logits may be apart that come from the same tokens by two paths: they differ by `noise` where the tokens
+    are read at once or one by one, and have a standard deviation of `spread`."""
+    return max(NOISE_FACTOR * noise, SPREAD_SHARE * spread)
+
+
 def _batching(model: nn.Module, doubts: list[Exception] | None = None) -> tuple[int, str]:
     """Width of the logits, and whether rows of different lengths give the same logits together and alone.
 
@@ -169,7 +176,7 @@ def _batching(model: nn.Module, doubts: list[Exception] | None = None) -> tuple[
         return vocab, one_line(error)
     noise = max(_distance(_whole(model, prompt), logits) for prompt, logits in zip(prompts, alone, strict=True))
     spread = max(float(mx.std(logits)) for logits in alone)
-    allowed = max(_NOISE_FACTOR * noise, 2e-3 * spread)
+    allowed = rounding(noise, spread)
     apart = max(_distance(a, together[i]) for i, a in enumerate(alone))
     if not apart <= allowed:  # a NaN is not
         return (
@@ -187,7 +194,7 @@ def reads_together(model: nn.Module, batching: str, doubts: list[Exception] | No
     prompts = [[(step * i + 5) % 50 + 1 for i in range(length)] for step, length in ((3, 11), (7, 8))]
     alone = [_next(model, prompt[-1:], _prefilled(model, prompt[:-1]))[0] for prompt in prompts]
     noise = _distance(_whole(model, prompts[0]), alone[0])
-    allowed = max(_NOISE_FACTOR * noise, 2e-3 * max(float(mx.std(logits)) for logits in alone))
+    allowed = rounding(noise, max(float(mx.std(logits)) for logits in alone))
     ways: list[tuple[ReadsTogether, Callable[[int], list[int]]]] = [
         ("padded", lambda left: [left // 2, left - left // 2]),
         ("even", lambda left: [4, left - 6, 2]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
@@ -15,7 +16,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 import server
-from server.api.input.refusals import UNOFFERED, UNOFFERED_IN_CHATS
+from server.api.input.schema import ChatRequest, CompletionRequest, ReasoningOptions, Wire, unoffered
 from server.api.output.schema import ChatCompletion, ChatCompletionChunk, TextCompletion
 from server.text.tokenizer import Tokenizer
 
@@ -226,16 +227,18 @@ SOMETHING = {
 }  # fmt: skip
 CHAT_NOTHING = {
     "add_special_tokens": False, "chat_template": None, "documents": [], "parse_tool_calls": True,
-    "reasoning_format": "auto", "separate_reasoning": True,
+    "reasoning_format": "auto", "separate_reasoning": True, "audio": None, "web_search_options": None,
+    "moderation": None, "functions": None, "function_call": None,
 }  # fmt: skip
 CHAT_SOMETHING = {
     "add_special_tokens": True, "chat_template": "{{ messages }}", "documents": [{"text": "x"}],
-    "parse_tool_calls": False, "reasoning_format": "none", "separate_reasoning": False,
+    "parse_tool_calls": False, "reasoning_format": "none", "separate_reasoning": False, "audio": {"voice": "x"},
+    "web_search_options": {}, "moderation": {}, "functions": [], "function_call": "auto",
 }  # fmt: skip
 
 
 async def test_what_others_offer_is_refused_by_name_unless_it_asks_for_nothing() -> None:
-    assert set(SOMETHING) == set(NOTHING) == set(UNOFFERED)
+    assert set(SOMETHING) == set(NOTHING) == {name for name, _ in unoffered(CompletionRequest)}
     async with run_server() as site:
         for ask in (site.chat, site.complete):
             assert (await ask(**NOTHING)).status_code == 200
@@ -247,12 +250,23 @@ async def test_what_others_offer_is_refused_by_name_unless_it_asks_for_nothing()
 
 
 async def test_what_would_change_only_a_chat_is_refused_by_name_unless_it_asks_for_nothing() -> None:
-    assert set(CHAT_SOMETHING) == set(CHAT_NOTHING) == set(UNOFFERED_IN_CHATS)
+    assert set(CHAT_SOMETHING) == set(CHAT_NOTHING)
+    assert set(CHAT_SOMETHING) | set(SOMETHING) == {name for name, _ in unoffered(ChatRequest)}
     async with run_server() as site:
         assert (await site.chat(**CHAT_NOTHING)).status_code == 200
         for name, value in CHAT_SOMETHING.items():
             error = (await site.chat(**{name: value})).json()["error"]
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("form", [ChatRequest, CompletionRequest, ReasoningOptions])
+def test_what_is_refused_lets_exactly_its_documented_values_through(form: type[Wire]) -> None:
+    shown = form.model_json_schema()["properties"]
+    documented = (Path(server.__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    for name, mark in unoffered(form):
+        assert shown[name]["description"] == mark.description
+        assert all(json.dumps(value) in mark.description for value in mark.neutral)
+        assert f"`{name}`" in documented or f".{name}`" in documented
 
 
 async def test_usage_in_each_chunk_rises_to_the_whole() -> None:

@@ -7,58 +7,19 @@ ignored. Runs in the server's worker thread; pure functions. A field's type and 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from server.api.input.response_format import check_size
-from server.api.input.schema import ChatRequest, CompletionRequest, Generation, Message, Part, Tool
+from server.api.input.schema import ChatRequest, CompletionRequest, Generation, Message, Part, Tool, Wire, unoffered
 from server.errors import InvalidValue, UnsupportedParameter
 from server.settings import Settings
 
 MAX_DIGITS = 20  # of a token id
-REFUSED = {
-    "audio": "Audio isn't offered",
-    "web_search_options": "Web search isn't offered",
-    "moderation": "Moderation isn't offered",
-    "functions": "`functions` isn't offered; use `tools`",
-    "function_call": "`function_call` isn't offered; use `tool_choice`",
-}
 ASSISTANTS = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning")
-# What other servers offer, and the values that ask for nothing; null always does.
-UNOFFERED: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "thinking_token_budget": (),
-    "mirostat": (0,),
-    "typical_p": (1,),
-    "top_n_sigma": (-1, 0),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "repetition_detection": (),
-    "stop_regex": ("", []),
-    "no_stop_trim": (False,),
-    "post_sampling_probs": (False,),
-    "t_max_predict_ms": (-1, 0),
-    "lora": ([],),
-    "lora_path": (),
-}
-UNOFFERED_IN_CHATS: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    "parse_tool_calls": (True,),
-    "reasoning_format": ("auto", "deepseek"),
-    "separate_reasoning": (True,),
-}
 
 
 def check_chat(request: ChatRequest, settings: Settings) -> None:
     """Raises for the first wish of a chat request that can't be fulfilled."""
     _check_common(request, settings)
-    for name, message in REFUSED.items():
-        if getattr(request, name) is not None:
-            raise UnsupportedParameter(message, param=name)
-    _check_unoffered(request, UNOFFERED_IN_CHATS)
     if any(kind != "text" for kind in request.modalities or []):
         raise UnsupportedParameter("Only the modality `text` is offered", param="modalities")
     if request.top_logprobs is not None and not request.logprobs:
@@ -90,7 +51,7 @@ def _check_common(request: Generation, settings: Settings) -> None:
     _at_most(settings.max_choices, request.n or 1, "n", "answers")
     if request.use_beam_search:
         raise UnsupportedParameter("Beam search isn't offered", param="use_beam_search")
-    _check_unoffered(request, UNOFFERED)
+    _check_unoffered(request)
     if request.stream_options is not None and not request.stream:
         raise InvalidValue("stream_options needs `stream: true`", param="stream_options")
     if request.logprob_token_ids and getattr(request, "logprobs", None) in (None, False):
@@ -101,10 +62,12 @@ def _check_common(request: Generation, settings: Settings) -> None:
         raise InvalidValue(f"logit_bias: {', '.join(map(repr, wrong[:20]))}: no token id", param="logit_bias")
 
 
-def _check_unoffered(request: Generation, unoffered: dict[str, tuple[Any, ...]]) -> None:
-    for name, neutral in unoffered.items():
-        if (value := getattr(request, name)) is not None and value not in neutral:
-            raise UnsupportedParameter(f"`{name}` isn't offered", param=name)
+def _check_unoffered(asked: Wire, path: str = "") -> None:
+    """Raises for a field of `asked`, an object at `path`, that asks for what this server doesn't do."""
+    for name, mark in unoffered(type(asked)):
+        value = getattr(asked, name)
+        if value is not None and value not in mark.neutral:
+            raise UnsupportedParameter(mark.refusal or f"`{path}{name}` isn't offered", param=path + name)
 
 
 def _check_reasoning(request: ChatRequest) -> None:
@@ -112,8 +75,7 @@ def _check_reasoning(request: ChatRequest) -> None:
     asked = request.reasoning
     if asked is None:
         return
-    if asked.max_tokens is not None:
-        raise UnsupportedParameter("`reasoning.max_tokens` isn't offered", param="reasoning.max_tokens")
+    _check_unoffered(asked, "reasoning.")
     if asked.enabled is not None and asked.enabled == (request.effort == "none"):
         message = f"reasoning.enabled: {str(asked.enabled).lower()} contradicts the effort {request.effort!r}"
         raise InvalidValue(message, param="reasoning.enabled")
@@ -135,8 +97,7 @@ def check_messages(messages: Iterable[Message]) -> None:
     can't have."""
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        if message.audio is not None:
-            raise UnsupportedParameter("Audio isn't offered", param=f"{where}.audio")
+        _check_unoffered(message, f"{where}.")
         if message.role == "tool" and message.tool_call_id is None:
             raise InvalidValue("A tool's message needs tool_call_id", param=f"{where}.tool_call_id")
         if message.content is None and message.role in {"system", "developer", "user"}:

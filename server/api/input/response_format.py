@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from server.api.input.schema import Generation, StructuredOutputs
-from server.errors import InvalidValue
+from server.errors import InvalidValue, one_line
 from server.grammar import build
 from server.settings import Settings
 
@@ -140,6 +140,5 @@ def _grammar(value: str, param: str) -> Form:
     try:
         lark = any_to_lark(value)
     except Exception as error:  # the converter raises bare ones
-        reason = " ".join(str(error).split())[:300]
-        raise InvalidValue(f"{param}: this is no grammar: {reason}", param=param) from None
+        raise InvalidValue(f"{param}: this is no grammar: {one_line(error)}", param=param) from None
     return Form(param, rule=f"%lark {{\n{lark}\n}}")

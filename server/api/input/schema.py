@@ -10,6 +10,9 @@ never an error, but kept aside so that it can be counted.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -19,12 +22,14 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetJsonSchemaHandler,
     Tag,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from server.errors import InvalidValue
 
@@ -38,7 +43,29 @@ INTEGERS = frozenset({
     "seed", "top_k", "top_logprobs", "truncate_prompt_tokens",
 })  # fmt: skip
 IGNORED = "accepted and ignored: it can't change the answer"
-UNOFFERED = "refused unless it asks for nothing: it would change the answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Unoffered:
+    """Marks a known field whose wish this server can't fulfil.
+
+    Attributes:
+        neutral: values that ask for nothing and are therefore let through; null always is.
+        reason: why it isn't offered, for the documentation.
+        refusal: the error's sentence; where it is empty, one with the field's name is made.
+    """
+
+    neutral: tuple[Any, ...] = ()
+    reason: str = "it would change the answer"
+    refusal: str = ""
+
+    @property
+    def description(self) -> str:
+        allowed = "".join(f", but for {json.dumps(value)}" for value in self.neutral)
+        return f"refused{allowed}: {self.reason}"
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(core) | {"description": self.description}
 
 
 class Wire(BaseModel):
@@ -50,6 +77,17 @@ class Wire(BaseModel):
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+AUDIO = Unoffered((), "text only", "Audio isn't offered")
+
+
+def unoffered(form: type[Wire]) -> Iterator[tuple[str, Unoffered]]:
+    """The fields of `form` that ask for what isn't offered."""
+    for name, info in form.model_fields.items():
+        for mark in info.metadata:
+            if isinstance(mark, Unoffered):
+                yield name, mark
 
 
 # ---------------------------------------------------------------- unions
@@ -232,7 +270,7 @@ class Message(Wire):
     reasoning: str | None = Field(None, description="another name of `reasoning_content`")
     refusal: str | None = Field(None, description="the assistant's words when it refused; part of what it said")
     function_call: CalledFunction | None = Field(None, description="older form of one tool call of the assistant")
-    audio: Any = Field(None, description="refused: text only")
+    audio: Annotated[Any, AUDIO] = None
     annotations: Any = Field(None, description=IGNORED)
     cache_control: Any = Field(None, description=IGNORED)
 
@@ -348,7 +386,7 @@ class ReasoningOptions(Wire):
         None, description="false: as the effort `none`; true: as `medium`, unless an effort is named", examples=[True]
     )
     exclude: bool | None = Field(None, description="true: as `include_reasoning: false`", examples=[False])
-    max_tokens: Any = Field(None, description=UNOFFERED)
+    max_tokens: Annotated[Any, Unoffered()] = None
     summary: Any = Field(None, description=IGNORED + "; reasoning comes whole")
 
 
@@ -447,22 +485,22 @@ class Generation(Wire):
         None, description="how long prompt and answer have taken, in every chunk and in the plain answer"
     )
     use_beam_search: bool | None = Field(None, description="refused when true: answers are drawn")
-    bad_words: Any = Field(None, description=UNOFFERED)
-    include_stop_str_in_output: Any = Field(None, description=UNOFFERED)
-    thinking_token_budget: Any = Field(None, description=UNOFFERED)
-    mirostat: Any = Field(None, description=UNOFFERED)
-    typical_p: Any = Field(None, description=UNOFFERED)
-    top_n_sigma: Any = Field(None, description=UNOFFERED)
-    xtc_probability: Any = Field(None, description=UNOFFERED)
-    dry_multiplier: Any = Field(None, description=UNOFFERED)
-    dynatemp_range: Any = Field(None, description=UNOFFERED)
-    repetition_detection: Any = Field(None, description=UNOFFERED)
-    stop_regex: Any = Field(None, description=UNOFFERED)
-    no_stop_trim: Any = Field(None, description=UNOFFERED)
-    post_sampling_probs: Any = Field(None, description=UNOFFERED)
-    t_max_predict_ms: Any = Field(None, description=UNOFFERED)
-    lora: Any = Field(None, description=UNOFFERED)
-    lora_path: Any = Field(None, description=UNOFFERED)
+    bad_words: Annotated[Any, Unoffered(([],))] = None
+    include_stop_str_in_output: Annotated[Any, Unoffered((False,))] = None
+    thinking_token_budget: Annotated[Any, Unoffered()] = None
+    mirostat: Annotated[Any, Unoffered((0,))] = None
+    typical_p: Annotated[Any, Unoffered((1,))] = None
+    top_n_sigma: Annotated[Any, Unoffered((-1, 0))] = None
+    xtc_probability: Annotated[Any, Unoffered((0,))] = None
+    dry_multiplier: Annotated[Any, Unoffered((0,))] = None
+    dynatemp_range: Annotated[Any, Unoffered((0,))] = None
+    repetition_detection: Annotated[Any, Unoffered()] = None
+    stop_regex: Annotated[Any, Unoffered(("", []))] = None
+    no_stop_trim: Annotated[Any, Unoffered((False,))] = None
+    post_sampling_probs: Annotated[Any, Unoffered((False,))] = None
+    t_max_predict_ms: Annotated[Any, Unoffered((-1, 0))] = None
+    lora: Annotated[Any, Unoffered(([],))] = None
+    lora_path: Annotated[Any, Unoffered()] = None
     user: Any = Field(None, description=IGNORED)
 
     @property
@@ -507,21 +545,23 @@ class ChatRequest(Generation):
     echo: bool | None = Field(
         None, description="the answer begins with the last message, if that is the assistant's", examples=[False]
     )
-    add_special_tokens: Any = Field(None, description=UNOFFERED + "; templates write the begin token themselves")
-    chat_template: Any = Field(None, description=UNOFFERED + "; the template is the model's")
-    documents: Any = Field(None, description=UNOFFERED + "; `chat_template_kwargs` reach the template")
-    parse_tool_calls: Any = Field(None, description=UNOFFERED)
-    reasoning_format: Any = Field(None, description="reasoning always comes apart: `none` is refused")
-    separate_reasoning: Any = Field(None, description="reasoning always comes apart: false is refused")
+    add_special_tokens: Annotated[Any, Unoffered((False,), "templates write the begin token themselves")] = None
+    chat_template: Annotated[Any, Unoffered(reason="the template is the model's")] = None
+    documents: Annotated[Any, Unoffered(([],), "`chat_template_kwargs` reach the template")] = None
+    parse_tool_calls: Annotated[Any, Unoffered((True,))] = None
+    reasoning_format: Annotated[Any, Unoffered(("auto", "deepseek"), "reasoning always comes apart")] = None
+    separate_reasoning: Annotated[Any, Unoffered((True,), "reasoning always comes apart")] = None
     verbose: bool | None = Field(
         None, description="the answer tells its prompt's text as `__verbose.prompt`, as llama.cpp's does"
     )
     modalities: Many[str] | None = Field(None, description="only `text`", examples=[["text"]])
-    audio: Any = Field(None, description="refused: text only")
-    web_search_options: Any = Field(None, description="refused: the server doesn't search")
-    moderation: Any = Field(None, description="refused: the server doesn't moderate")
-    functions: Any = Field(None, description="refused: use `tools`")
-    function_call: Any = Field(None, description="refused: use `tool_choice`")
+    audio: Annotated[Any, AUDIO] = None
+    web_search_options: Annotated[Any, Unoffered((), "the server doesn't search", "Web search isn't offered")] = None
+    moderation: Annotated[Any, Unoffered((), "the server doesn't moderate", "Moderation isn't offered")] = None
+    functions: Annotated[Any, Unoffered((), "use `tools`", "`functions` isn't offered; use `tools`")] = None
+    function_call: Annotated[
+        Any, Unoffered((), "use `tool_choice`", "`function_call` isn't offered; use `tool_choice`")
+    ] = None
     store: Any = Field(None, description=IGNORED + "; nothing is stored")
     metadata: Any = Field(None, description=IGNORED)
     service_tier: Any = Field(None, description=IGNORED)
