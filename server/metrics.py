@@ -51,6 +51,8 @@ RESUMES = (*RESTARTS, "preemption")
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 INTER_TOKEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 DURATION = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+# Finer where an engine's start, and with it the gap, usually lies.
+RESUME_GAP = (0.1, 0.25, 0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 60, 90, 120, 300, 600)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 BUILD_INFO = Family("marathon_build_info", "Versions that run.", "gauge", ("version", "mlx", "mlx_lm"))
@@ -147,7 +149,7 @@ class Metrics:
         self._resume_gap = Histogram(
             "marathon_resume_seconds",
             "Between two tokens of a generation that was continued: the gap that its client saw.",
-            DURATION,
+            RESUME_GAP,
             reason=RESUMES,
         )
         self._recomputed = Counter(

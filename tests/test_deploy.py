@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from server import cli, serve
 from server.settings import ENV_PREFIX, Settings, option
@@ -121,7 +122,7 @@ def test_the_unit_survives_the_death_of_an_engine(service: dict[str, str]):
 
 
 def test_the_unit_may_write_where_the_caches_are(service: dict[str, str]):
-    assert service["Environment"] == f"XDG_CACHE_HOME=%C/{service['CacheDirectory']}"
+    assert f"XDG_CACHE_HOME=%C/{service['CacheDirectory']}" in service["Environment"].split()
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +154,31 @@ def test_systemd_calls_the_unit_well_confined(unit_here: str):
         if "unrecognized option" in str(error):
             pytest.skip("this systemd-analyze is too old to judge a unit that isn't loaded")
         raise
+
+
+# ---------------------------------------------------------------- what is said of them is what they do
+def test_both_services_drain_for_the_seconds_that_the_pages_name(agent: dict[str, Any]):
+    asked = agent["ProgramArguments"][agent["ProgramArguments"].index("--drain-seconds") + 1]
+    unit = re.search(r"^Environment=MARATHON_DRAIN_SECONDS=(\d+)$", UNIT.read_text(), re.MULTILINE)
+    assert unit is not None
+    page = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    assert asked == unit[1] == re.search(r"under way (\d+) seconds when it", page)[1]
+    limit = int(re.search(r"^TimeoutStopSec=(\d+)$", UNIT.read_text(), re.MULTILINE)[1])
+    assert min(limit, agent["ExitTimeOut"]) > int(asked) + serve.CLOSE_SECONDS
+
+
+def test_the_scrape_of_a_server_with_keys_only_needs_its_comment_taken_away():
+    text = (DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8")
+    opened = re.sub(r"^    # (authorization:|  type:|  credentials_file:)", r"    \1", text, flags=re.MULTILINE)
+    (job,) = yaml.safe_load(opened)["scrape_configs"]
+    assert job["authorization"]["type"] == "Bearer"
+    assert Path(job["authorization"]["credentials_file"]).is_absolute()
+    assert "authorization" not in yaml.safe_load(text)["scrape_configs"][0]
+
+
+@pytest.mark.parametrize("page", [DEPLOY / "README.md", DEPLOY.parent / "README.md"])
+def test_prometheus_is_started_with_a_folder_that_a_plain_user_may_write(page: Path):
+    """Without one it takes ./data or, as Debian builds it, a folder of the system's, and panics."""
+    commands = re.findall(r"prometheus --config\.file=\S+[^`\n]*", page.read_text(encoding="utf-8"))
+    assert commands
+    assert all("--storage.tsdb.path=" in command for command in commands)

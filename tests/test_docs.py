@@ -20,6 +20,7 @@ FOREIGN = {
     "--force-reinstall",
     "--no-deps",
     "--config.file",
+    "--storage.tsdb.path",
     "--enable",
     "--install",
     "--now",
