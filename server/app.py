@@ -6,6 +6,7 @@ body. Runs on the event loop. Everything it needs is an argument; it makes nothi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -75,6 +76,7 @@ def lifespan(served: Served) -> Callable[[FastAPI], Any]:
         served.metrics.watch(served.supervisor, served.name)
         supervisor = served.supervisor
         await supervisor.start()
+        supervisor.learn(await asyncio.to_thread(served.tokenizer.token_table))
         try:
             # What waits counts too: during an engine's replacement nothing runs and everything waits.
             async with while_busy(served.settings.keep_awake, lambda: supervisor.running + supervisor.waiting > 0):

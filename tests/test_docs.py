@@ -68,8 +68,8 @@ def test_every_command_that_is_named_exists(page: str):
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_make_target_that_is_named_exists(page: str):
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    named = set(re.findall(r"(?:^ {4}|`|&& )make ([a-z]+)\b", code_of(TEXTS[page]), re.MULTILINE))
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"(?:^ {4}|`|&& )make ([a-z-]+)\b", code_of(TEXTS[page]), re.MULTILINE))
     assert named - set(targets) == set()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -60,7 +61,18 @@ def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
     prompt = render(tokenizer, request, wish, most_tokens(request, bounds))
     default = served.settings.default_max_tokens
     max_tokens = request.max_completion_tokens or request.max_tokens or predicted(request, default)
+    bounds.check_ids(prompt.ids, "messages")
     ids = truncated(prompt.ids, request, bounds, max_tokens)
+    constraint = tools.constraint(
+        form,
+        wish,
+        prompt,
+        tokenizer,
+        rows=bounds.vocabulary,
+        thinks=tools.thinks(request),
+        continues=bool(request.continue_final_message),
+        prove=served.prover.fault,
+    )
     made = sequences(
         request,
         [ids],
@@ -68,10 +80,12 @@ def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
         bounds=bounds,
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
-        grammar=tools.constraint(form, wish, prompt, tokenizer, served.prover.fault),
+        grammar=constraint.grammar if constraint else None,
         marks=prompt.marks if ids is prompt.ids else [len(ids)],
     )
-    texts = [_text(request, wish, prompt, tokenizer, made[0].stop_ids) for _ in made]
+    follows = {"follows": True, "reasons": constraint.reasons} if constraint else {}
+    spelled = {"rows": bounds.vocabulary, "stop_ids": made[0].stop_ids}
+    texts = [_text(request, wish, prompt, tokenizer, **spelled, **follows) for _ in made]
     return Prepared(request, made, texts, _form(request, wish, served), unknown(request))
 
 
@@ -89,18 +103,16 @@ def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish, most: i
     )
 
 
-def _text(
-    request: ChatRequest, wish: tools.Wish, prompt: ChatPrompt, tokenizer: Tokenizer, stop_ids: list[int]
-) -> TextState:
+def _text(request: ChatRequest, wish: tools.Wish, prompt: ChatPrompt, tokenizer: Tokenizer, **more: Any) -> TextState:
     return TextState(
         tokenizer,
         stops=[stop for stop in request.stop or [] if stop],
-        stop_ids=stop_ids,
         tools=wish.for_template,
         reasoning=prompt.reasoning,
         continues=bool(request.continue_final_message),
         show_special=request.shows_special,
         earlier_calls=list(_earlier_calls(request)),
+        **more,
     )
 
 

@@ -74,7 +74,7 @@ def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
         max_tokens=max_tokens,
         logprobs=-1 if request.logprobs is None else request.logprobs,
         prompt_logprobs=bool(request.echo) and request.logprobs is not None,
-        grammar=_constraint(request, served),
+        grammar=_constraint(request, served, bounds),
     )
     stops = [stop for stop in request.stop or [] if stop]
     shown, ends = request.shows_special, made[0].stop_ids
@@ -85,11 +85,12 @@ def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
     return Prepared(request, made, texts, form, unknown(request))
 
 
-def _constraint(request: CompletionRequest, served: Model) -> Grammar | None:
+def _constraint(request: CompletionRequest, served: Model, bounds: Bounds) -> Grammar | None:
     form = response_format.read(request, served.settings)
-    return (
-        None if form is None else build.answer(form.schema, rule=form.rule, param=form.param, prove=served.prover.fault)
-    )
+    if form is None:
+        return None
+    response_format.check_spelling(form, served.tokenizer, bounds.vocabulary)
+    return build.answer(form.schema, rule=form.rule, param=form.param, prove=served.prover.fault)
 
 
 def split(prompt: Prompt) -> list[str | list[int]]:

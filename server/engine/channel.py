@@ -12,10 +12,11 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from time import monotonic
 
 from server.ipc import messages
-from server.ipc.messages import PROGRESS_SECONDS, Command, Event, Frames, Progress, Snapshot
+from server.ipc.messages import PROGRESS_SECONDS, Command, Event, Frames, Progress, Snapshot, TokenTable
 
 READ_SIZE = 1 << 16
 SERVING = "serving"  # the stage that doesn't end
@@ -24,12 +25,17 @@ log = logging.getLogger("marathon.engine")
 
 
 class Seam:
-    """The engine's end of the socket. `send` may be called by the main and the writer thread."""
+    """The engine's end of the socket. `send` may be called by the main and the writer thread.
+
+    Attributes:
+        tokens: what the model's tokens say, once the server has told it.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.tokens: Future[TokenTable] = Future()
 
     def start_reader(self) -> None:
         """Begin to take commands."""
@@ -40,10 +46,17 @@ class Seam:
         try:
             while data := self._socket.recv(READ_SIZE):
                 for frame in frames.feed(data):
-                    self._inbox.put(messages.unpack_command(frame))
+                    self._take(messages.unpack_command(frame))
         except (OSError, messages.TornFrame) as error:
             log.error("the server's side of the seam is broken: %s", error)
         os._exit(0)  # the server is gone; whatever the main thread does, nobody waits for it
+
+    def _take(self, command: Command) -> None:
+        """Tokens go by the main thread, which may be loading the model."""
+        if isinstance(command, messages.Learn):
+            self.tokens.set_result(command.tokens)
+        else:
+            self._inbox.put(command)
 
     def send(self, event: Event) -> None:
         frame = messages.pack(event)

@@ -1,36 +1,65 @@
 """Grammars at work: which tokens a constrained row may draw next.
 
-Owns the compiled grammars of the rows. A side thread compiles and replays what a resumed row had generated; masks
-are computed in the engine process's main thread while the device is busy with the forward pass. Compile and mask
-work are bounded by llguidance's limits; a grammar that goes beyond them fails its own row.
+Owns llguidance's tree of the model's tokens and the compiled grammars of the rows. A side thread builds the tree while
+the model loads, compiles grammars, and replays what a resumed row had generated; masks are computed in the engine
+process's main thread while the device is busy with the forward pass. Compile and mask work are bounded by llguidance's
+limits; a grammar that goes beyond them fails its own row.
+
+What each token says comes from the server (`messages.TokenTable`). llguidance's own reading of a tokenizer.json isn't
+used: it takes every added token of the form `<…>` for control, drops none that the model has no logits for, and spells
+forced text with whatever the tokenizer makes of it, which may be a control token or another normal form of Unicode.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from server.ipc.messages import MAX_GRAMMAR_SIZE, Sequence
+from server.ipc.messages import MAX_GRAMMAR_SIZE, Sequence, TokenTable
 
 # The size is what the server has checked; fuel for a mask stays at the library's own few milliseconds.
 LIMITS = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
-_EOS_FILES = ("generation_config.json", "config.json")
+
+
+class Tokens:
+    """The tokenizer as llguidance wants to see it. Its end of a text is an id of its own beyond all others, because
+    the ids that end an answer are the row's: see `Matcher`."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, table: TokenTable) -> None:
+        self.tokens = [*table.texts, b""]
+        self.eos_token_id = len(table.texts)
+        self.special_token_ids = table.control
+
+    def __call__(self, text: bytes) -> list[int]:
+        """No opinion on how forced text is spelled: any tokens that spell it may be drawn."""
+        return []
+
+
+def token_tree(table: TokenTable) -> LLTokenizer:
+    """Takes a second or two for large vocabularies, during which no other Python code runs."""
+    return LLTokenizer(cast("Any", Tokens(table)))
 
 
 class Matcher:
     """One row's grammar; implements `batching.Constraint`."""
 
-    def __init__(self, matcher: LLMatcher, words: int, *, stops: list[int], ends: list[int]) -> None:
-        """`stops`: the row's own stop ids; `ends`: what the grammar's library takes for the end of a text."""
+    def __init__(self, matcher: LLMatcher, tokens: int, rows: int, *, stops: Many[int], ends: Many[int]) -> None:
+        """`tokens`: ids in llguidance's tree, of which the last is its end. `rows`: of logits. `stops`: the row's own
+        stop ids; `ends`: what fills it up if it has none."""
         self._matcher = matcher
-        self._mask = allocate_token_bitmask(1, words * 32)
+        self._end = tokens - 1
+        self._tree = allocate_token_bitmask(1, tokens)
+        self._mask = np.zeros(-(-rows // 32), dtype=np.int32)
         self._stops, self._ends = frozenset(stops), frozenset(ends)
 
     @property
@@ -50,18 +79,19 @@ class Matcher:
 
     def mask(self) -> np.ndarray[Any, Any]:
         """Packed int32 [words]; once the text is complete only what ends it is left. Raises ValueError as `accept`."""
-        mask = self._mask[0]
+        mask, tree = self._mask, self._tree[0]
         if self._complete:
             mask[:] = 0
         else:
-            fill_next_token_bitmask(self._matcher, self._mask, 0)
+            fill_next_token_bitmask(self._matcher, self._tree, 0)
+            tree[self._end // 32] &= ~_bit(self._end)
+            shared = min(len(mask), len(tree))  # the tokenizer's ids and the model's may be more than the other's
+            mask[:shared] = tree[:shared]
         if self._matcher.is_error():
             raise ValueError(_first_line(self._matcher.get_error()))
-        for token in self._ends:
-            mask[token // 32] &= ~_bit(token)
         for token in self._closing():
             mask[token // 32] |= _bit(token)
-        return np.asarray(mask)
+        return mask
 
 
 def _bit(token: int) -> np.int32:
@@ -74,14 +104,25 @@ def _first_line(error: str) -> str:
 
 
 class Grammars:
-    """Compiles grammars for one model. Owned by the loop."""
+    """Compiles grammars for one model. Owned by the loop.
 
-    def __init__(self, model_path: Path, vocab_size: int) -> None:
-        self._path = model_path
-        self._words = -(-vocab_size // 32)
-        self._tokenizer: LLTokenizer | None = None
+    Attributes:
+        rows: how many ids the model has logits for; set before the first grammar is compiled.
+    """
+
+    def __init__(self, tokens: Future[TokenTable]) -> None:
+        """`tokens` comes when the server tells it, and before the first grammar."""
+        self.rows = 0
+        self._ends: list[int] = []
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._tree: Future[LLTokenizer] | None = None
         self._since: float | None = None  # when what is being compiled was begun
+        tokens.add_done_callback(self._learn)
+
+    def _learn(self, tokens: Future[TokenTable]) -> None:
+        with contextlib.suppress(RuntimeError):  # the engine ends already
+            self._ends = tokens.result().ends
+            self._tree = self._threads.submit(token_tree, tokens.result())
 
     def compile(self, sequence: Sequence, generated: list[int]) -> Future[Matcher]:
         """The row's matcher, with `generated` replayed; its exception says why there is none."""
@@ -101,30 +142,18 @@ class Grammars:
 
     def _build(self, sequence: Sequence, generated: list[int]) -> Matcher:
         assert sequence.grammar is not None
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
-        matcher = LLMatcher(self._tokenizer, sequence.grammar.text, log_level=0, limits=LIMITS)
+        if self._tree is None:
+            raise ValueError("the engine doesn't know what the model's tokens say")
+        tree = self._tree.result()
+        matcher = LLMatcher(tree, sequence.grammar.text, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(_first_line(matcher.get_error()))
-        ready = Matcher(matcher, self._words, stops=sequence.stop_ids, ends=self._tokenizer.eos_tokens)
+        ends = [token for token in self._ends if token < self.rows]
+        ready = Matcher(matcher, tree.vocab_size, self.rows, stops=sequence.stop_ids, ends=ends)
         for token in generated:
             ready.accept(token)
         return ready
 
-    def _load(self) -> LLTokenizer:
-        """The ids that end a text are the model's own, whatever a first request's stop ids are."""
-        text = (self._path / "tokenizer.json").read_text(encoding="utf-8")
-        return LLTokenizer(text, n_vocab=self._words * 32, eos_token=_eos_ids(self._path))
-
     def close(self) -> None:
         """Forget what isn't compiled yet. What is being compiled can't be stopped; `seconds` says whether it is."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _eos_ids(folder: Path) -> list[int] | None:
-    for name in _EOS_FILES:
-        if (file := folder / name).is_file():
-            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if found is not None:
-                return found if isinstance(found, list) else [found]
-    return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path
 from time import perf_counter
@@ -96,8 +97,10 @@ class Loop:
         faults: Faults,
         executor: Executor | None = None,
         clock: Callable[[], float] = perf_counter,
+        grammars: Grammars | None = None,
     ) -> None:
-        """Without an `executor` the plans are carried out on this process's device."""
+        """Without an `executor` the plans are carried out on this process's device. `grammars`: those that were begun
+        before the model was loaded; without them none can be followed."""
         guard = Guard(settings.guard, settings.census_steps, snapshot)
         watch = Stopwatch(clock)
         snapshot.step_seconds = watch.seconds
@@ -112,7 +115,9 @@ class Loop:
         self._groups = Groups(executor.batches, loaded, settings.long_group_interval)
         self.runner = Runner(executor, self.rows, watch, pulse, snapshot, faults, residency)
         self._outbox = Outbox(seam, start.epoch, snapshot, watch)
-        self.compiling = Compiling(Grammars(Path(start.model_path), loaded.probe.vocab_size))
+        grammars = grammars or Grammars(Future())
+        grammars.rows = self._vocabulary
+        self.compiling = Compiling(grammars)
         self._recovery = Recovery(self.rows, self.runner, self._groups, self._prefill, self.compiling)
         self.stock = Stock(executor, self._groups, self._prefill, loaded, snapshot)
         self._relief = Relief(residency, self.runner, self.stock, self._outbox, settings.buffer_limit)
@@ -350,6 +355,7 @@ def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settin
         maybe_set_recommended_wired_limit()
     if settings.pool_limit is not None:
         mx.set_cache_limit(settings.pool_limit)
+    grammars = Grammars(seam.tokens)  # a second of work that stops every other thread: not once rows are running
     residency = Residency.open(settings, snapshot)  # before the weights, so that a native counter counts them
     if hidden := device.hidden_gpu():
         log.warning("MLX runs on the CPU: %s", hidden)
@@ -367,4 +373,4 @@ def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settin
     residency.read_memory()
     pulse.enter(SERVING)
     seam.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
-    return Loop(seam, pulse, snapshot, start, settings, loaded, residency, faults)
+    return Loop(seam, pulse, snapshot, start, settings, loaded, residency, faults, grammars=grammars)

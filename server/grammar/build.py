@@ -25,31 +25,56 @@ from server.ipc.messages import Grammar
 # One space, or a new line and its indentation: free enough for any style, and no model can fill its answer with it.
 WHITESPACE = r"( |\n[ ]{0,40})"
 OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+# Any tokens that spell a text may be drawn. Else llguidance would choose the ones that the tokenizer makes of it.
+NO_FORCING = '%llguidance {"no_forcing": true}'
 MAX_CALLS = 16
 MAX_LOOKS = 200  # at parts of a schema, in search of the one at fault
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
-
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """A tag of the model's format: its text, and its id if it is one special token."""
-
-    text: str
-    special: int | None = None
-
-    @property
-    def symbol(self) -> str:
-        """How a grammar refers to it."""
-        return f"<[{self.special}]>" if self.special is not None else quoted(self.text)
+Tag = tuple[str | int, ...]  # texts in ordinary tokens, and the ids of control tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The tags around reasoning, and whether the prompt has already opened it."""
+    """What the answer may reason, or has to.
+
+    Attributes:
+        opened: the prompt has opened it, so that it has to be ended.
+        wanted: it may say something; without that an opened one ends at once, and no other is begun.
+        behind: what stands between it and the answer; none: up to two line breaks.
+    """
 
     start: Tag
     end: Tag
     opened: bool
+    wanted: bool = True
+    behind: Tag = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How the model writes its calls: `opening`, then each call with `joint` between two, then `closing`. A call is
+    `before`, its name, `after`, its arguments as JSON, `tail`.
+
+    Attributes:
+        joint: None: one answer has one call.
+        quotes: the name stands in JSON's quotation marks.
+    """
+
+    before: Tag
+    after: Tag
+    tail: Tag
+    joint: Tag | None
+    opening: Tag = ()
+    closing: Tag = ()
+    quotes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FreeCalls:
+    """Calls in a format that no grammar is made of: any text between their tags."""
+
+    start: Tag
+    end: Tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +86,7 @@ class Calls:
         several: more than one call is allowed.
     """
 
-    start: Tag
-    end: Tag
+    style: CallStyle
     functions: Sequence[tuple[str, dict[str, Any] | None, str]]
     several: bool
 
@@ -72,12 +96,13 @@ def answer(
     *,
     rule: str = "",
     param: str = "",
-    calls: Calls | None = None,
+    lead: Tag = (),
+    calls: Calls | FreeCalls | None = None,
     reasoning: Reasoning | None = None,
     prove: Prove = checker.fault,
 ) -> Grammar:
-    """The grammar of an answer that is JSON of `schema`, or follows `rule`, or is calls, whichever are given. `prove`
-    says what llguidance has against a grammar.
+    """The grammar of an answer that is JSON of `schema`, or follows `rule`, behind the tag `lead`, or is calls,
+    whichever are given. `prove` says what llguidance has against a grammar.
 
     Raises InvalidValue that names the place in the request at fault.
     """
@@ -85,20 +110,32 @@ def answer(
     if schema is not None:
         check(schema, param, prove)
         rule = json_rule(schema)
+    elif rule:
+        _refuse(_fault(f"start: {rule}", prove), param)
     if rule:
         bodies.append("answer")
-        rules.append(f"answer: {rule}")
+        rules += [f"answer: {symbols(lead)} form", f"form: {rule}"]
     if calls is not None:
         bodies.append("calls")
-        rules += _call_rules(calls, prove)
-    lark = "\n".join([f"start: {_thought(reasoning)}({' | '.join(bodies)})", *rules, *_thought_rules(reasoning)])
-    if fault := _fault(lark, prove):
-        raise InvalidValue(f"{param or 'tools'}: this can't be enforced: {fault}", param=param or "tools")
+        rules += _free_rules("calls", calls.start, calls.end) if isinstance(calls, FreeCalls) else _calls(calls, prove)
+    start = f"start: {_thought(reasoning)}({' | '.join(bodies)})"
+    lark = "\n".join([NO_FORCING, start, *rules, *_thought_rules(reasoning)])
+    _refuse(_fault(lark, prove), param or "tools")
     return Grammar(LLMatcher.grammar_from_lark(lark))
+
+
+def _refuse(fault: str, param: str) -> None:
+    if fault:
+        raise InvalidValue(f"{param}: this can't be enforced: {fault}", param=param)
 
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def symbols(tag: Tag) -> str:
+    """How a grammar refers to a tag."""
+    return " ".join(f"<[{part}]>" if isinstance(part, int) else quoted(part) for part in tag)
 
 
 def json_rule(schema: Any) -> str:
@@ -107,38 +144,48 @@ def json_rule(schema: Any) -> str:
     return "%json " + json.dumps({**inner, "x-guidance": OPTIONS}, ensure_ascii=False)
 
 
-def _call_rules(calls: Calls, prove: Prove) -> Iterator[str]:
-    more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if calls.several else ""
-    yield f"calls: call{more}"
-    yield f'call: {calls.start.symbol} "\\n" ({" | ".join(f"f{i}" for i in range(len(calls.functions)))}) "\\n" ' + (
-        calls.end.symbol
-    )
+def _calls(calls: Calls, prove: Prove) -> Iterator[str]:
+    style = calls.style
+    several = calls.several and style.joint is not None
+    more = f" ({symbols(style.joint or ())} call){{0,{MAX_CALLS - 1}}}" if several else ""
+    yield f"calls: {symbols(style.opening)} call{more} {symbols(style.closing)}"
+    yield f"call: {' | '.join(f'f{i}' for i in range(len(calls.functions)))}"
     for index, (name, parameters, param) in enumerate(calls.functions):
         schema = ANY_OBJECT | (parameters or {})
         check(schema, param, prove)
-        head = quoted(f'{{"name": {json.dumps(name)}, "arguments": ')
-        yield f'f{index}: {head} a{index} "}}"'
+        head = (*style.before, json.dumps(name) if style.quotes else name, *style.after)
+        yield f"f{index}: {symbols(head)} a{index} {symbols(style.tail)}"
         yield f"a{index}: {json_rule(schema)}"
 
 
 def _thought(reasoning: Reasoning | None) -> str:
-    if reasoning is None:
+    if reasoning is None or not (reasoning.opened or reasoning.wanted):
         return ""
     return "thought " if reasoning.opened else "(opening thought)? "
 
 
 def _thought_rules(reasoning: Reasoning | None) -> Iterator[str]:
-    if reasoning is None:
+    if reasoning is None or not (reasoning.opened or reasoning.wanted):
         return
     if not reasoning.opened:
-        yield f"opening: {reasoning.start.symbol}"
-    yield "thought: musing gap"
-    if reasoning.end.special is not None:
-        yield f"musing: free {reasoning.end.symbol}"
-        yield "free: /(?s:.*)/"
+        yield f"opening: {symbols(reasoning.start)}"
+    yield f"thought: musing {symbols(reasoning.behind) or 'gap'}"
+    if reasoning.wanted:
+        yield from _free_rules("musing", (), reasoning.end)
     else:
-        yield f"musing[suffix={reasoning.end.symbol}]: /(?s:.*)/"
-    yield r"gap: /\n{0,2}/"
+        yield f"musing: {symbols(reasoning.end)}"
+    if not reasoning.behind:
+        yield r"gap: /\n{0,2}/"
+
+
+def _free_rules(name: str, start: Tag, end: Tag) -> Iterator[str]:
+    """Any text of ordinary tokens between two tags; `end` may be empty, for the end of the answer."""
+    if end and isinstance(end[0], str):
+        yield f"{name}: {symbols(start)} {name}_text {symbols(end[1:])}"
+        yield f"{name}_text[suffix={quoted(end[0])}]: /(?s:.*)/"
+    else:
+        yield f"{name}: {symbols(start)} {name}_text {symbols(end)}"
+        yield f"{name}_text: /(?s:.*)/"
 
 
 # ---------------------------------------------------------------- faults

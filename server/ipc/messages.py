@@ -113,6 +113,17 @@ class Probe(msgspec.Struct, frozen=True):
         return int(size * (self.token_bytes + self.pair_bytes * (held + size)))
 
 
+class TokenTable(msgspec.Struct, frozen=True):
+    """What each id of the tokenizer says, as the client reads it; grammars are followed in these bytes.
+
+    The ids may be more or fewer than the model has logits.
+    """
+
+    texts: list[bytes]  # by id; empty for an id that says nothing
+    control: list[int]  # ids that structure an answer: no text is written with them
+    ends: list[int]  # control ids that end an answer
+
+
 # ---------------------------------------------------------------- server → engine
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """The first command of an engine's life. Settings travel here and not in argv, where `ps` shows them."""
@@ -121,6 +132,13 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     model_path: str
     settings: str  # Settings as JSON
     probe: Probe | None = None  # of an earlier engine
+
+
+class Learn(msgspec.Struct, frozen=True, tag="learn"):
+    """What the tokens say; comes while the model loads, or before the first grammar at the latest."""
+
+    epoch: int
+    tokens: TokenTable
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
@@ -148,7 +166,7 @@ class Reclaim(msgspec.Struct, frozen=True, tag="reclaim"):
     epoch: int
 
 
-Command = Start | Submit | Cancel | Drain | Reclaim
+Command = Start | Learn | Submit | Cancel | Drain | Reclaim
 
 
 # ---------------------------------------------------------------- engine → server

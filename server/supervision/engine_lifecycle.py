@@ -84,6 +84,7 @@ class Succession:
         self._clock = roster.clock
         self._spawn = spawn
         self._on_load_failed = on_load_failed
+        self._tokens: messages.TokenTable | None = None
         self._stall = StallLimit(settings.stall_seconds)
         self._pace = RotationPace(settings.rotate_min_seconds)
         self._prefill_log = PrefillLog(roster.clock)
@@ -126,11 +127,19 @@ class Succession:
             probe = self.known.probe if self.known else None  # the model is the same; what it costs is known
             settings = self._settings.model_dump_json(exclude=_PRIVATE)
             link.send(messages.Start(self.epoch, self._model_path, settings, probe))
+            if self._tokens is not None:
+                link.send(messages.Learn(self.epoch, self._tokens))
             await link.lost
         finally:
             was_ready = self._take_down()
             status = await link.bury(BURY_SECONDS)
         return self._account(link, was_ready, seam.describe_exit(status))
+
+    def learn(self, tokens: messages.TokenTable) -> None:
+        """Tells this engine and all later ones what the tokens say."""
+        self._tokens = tokens
+        if self.link is not None:
+            self.link.send(messages.Learn(self.epoch, tokens))
 
     def _take_down(self) -> bool:
         """It's lost, and all that it said has been heard. True if it had been ready."""

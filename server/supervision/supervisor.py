@@ -88,6 +88,10 @@ class Supervisor:
         self._run = asyncio.create_task(self._engines.run())
         self._watch = asyncio.create_task(self._engines.watch())
 
+    def learn(self, tokens: messages.TokenTable) -> None:
+        """Tells the engines what the tokens say; until then no grammar can be followed."""
+        self._engines.learn(tokens)
+
     async def wait_known(self) -> messages.Ready:
         """What the first engine says about its model.
 

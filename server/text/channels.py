@@ -16,22 +16,13 @@ from itertools import compress
 from typing import NamedTuple
 
 from server.text.calls.call_formats import UNTAGGED
-from server.text.tokenizer import Tokenizer, Transitions
+from server.text.tokenizer import Tokenizer
+from server.text.tokens import harmony
+from server.text.tokens.control import NORMAL, REASONING, TOOL, Tags, Transitions
 
-NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
-
-HARMONY: Transitions = {
-    "header": (
-        ("analysis<|message|>", REASONING),
-        ("final<|message|>", NORMAL),
-        ("commentary<|message|>", NORMAL),
-        ("<|constrain|>json<|message|>", NORMAL),
-        (" to=functions.", TOOL),
-    ),
-    REASONING: (("<|end|>", "header"),),
-    NORMAL: (("<|end|>", "header"), ("<|return|>", "header")),
-    TOOL: (("<|call|>", "header"),),
-}
+# Two more states, of answers that follow a grammar: before its text, which only a tag at the very beginning leaves for
+# another state, and inside, where nothing is a tag however it is spelled.
+OPENING, FORMED = "opening", "formed"
 
 
 class Watch:
@@ -93,6 +84,29 @@ def _fallbacks(word: str) -> list[int]:
     return lengths
 
 
+class OutsideStrings(Watch):
+    """Looks for words outside the strings of a JSON text, which may spell anything."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(words)
+        self._heads = None  # each character may begin or end a string
+        self._in_string = self._escaped = False
+
+    def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
+        for position in range(start, len(text)):
+            if word := self._step(text[position]):
+                return position + 1, word
+        return None
+
+    def _step(self, char: str) -> str:
+        if self._in_string:
+            self._in_string = char != '"' or self._escaped
+            self._escaped = char == "\\" and not self._escaped
+            return ""
+        self._in_string = char == '"'
+        return super()._step(char)
+
+
 class Segment(NamedTuple):
     """Text of one state, and the tag that ended the state, or ""."""
 
@@ -108,26 +122,31 @@ class Channels:
         state: the part that the answer is in.
     """
 
-    def __init__(self, transitions: Transitions, state: str) -> None:
-        self._transitions = transitions
+    def __init__(self, transitions: Transitions, state: str, tags: Tags, *, strings: bool = False) -> None:
+        """`tags` tells which tags are control tokens: those are fed as their marks. `strings`: what stands between tool
+        tags is JSON that a grammar holds to its form, so that no tag is looked for in its strings."""
+        self._transitions = {s: tuple((tags.marked(tag), to) for tag, to in edges) for s, edges in transitions.items()}
+        self._plain = tags.plain
+        self._strings = strings
         self._held = ""  # may begin a tag
         self._shown: list[bool] | None = None  # for each held character whether it is for readers; None: all are
         self.enter(state)
 
     def feed(self, text: str, *, hidden: bool = False) -> Iterator[Segment]:
-        """Segments in order. Hidden text (a special token's) counts for tags and in tool calls, and is shown nowhere
-        else."""
+        """Segments in order. Hidden text (a special token's) counts in tool calls, and is shown nowhere else."""
         whole, shown = self._held + text, self._shown
         if hidden or shown is not None:
             shown = [*(shown or [True] * len(self._held)), *[not hidden] * len(text)]
         done, position = 0, len(self._held)
+        self._open(whole)
         while found := self._watch.find(whole, position):
             position, tag = found
             end = position - len(tag)
-            segment = Segment(self.state, self._readable(whole, shown, done, end), tag)
+            segment = Segment(self.state, self._readable(whole, shown, done, end), self._plain(tag))
             done = position
             self.enter(self._next(tag))
             yield segment
+            self._open(whole[done:])
         safe = len(whole) - self._watch.pending
         if safe > done:
             yield Segment(self.state, self._readable(whole, shown, done, safe), "")
@@ -147,19 +166,28 @@ class Channels:
 
     def _readable(self, text: str, shown: list[bool] | None, start: int, end: int) -> str:
         text = text[start:end]
-        return text if shown is None or self.state == TOOL else "".join(compress(text, shown[start:end]))
+        return self._plain(text if shown is None or self.state == TOOL else "".join(compress(text, shown[start:end])))
+
+    def _open(self, text: str) -> None:
+        """Once a text that follows a grammar begins with anything but a tag, it holds none."""
+        if self.state != OPENING or not (begun := text.lstrip("\n")):
+            return
+        words = [word for word, _ in self._transitions.get(OPENING, ())]
+        if not any(word.startswith(begun) or begun.startswith(word) for word in words):
+            self.enter(FORMED)
 
     def _next(self, tag: str) -> str:
         return next(state for word, state in self._transitions[self.state] if word == tag)
 
     def _watch_for(self, state: str) -> Watch:
-        return Watch([word for word, _ in self._transitions.get(state, ())])
+        words = [word for word, _ in self._transitions.get(state, ())]
+        return OutsideStrings(words) if self._strings and state == TOOL else Watch(words)
 
 
 def transitions(tokenizer: Tokenizer, *, tools: bool) -> tuple[Transitions, str]:
     """Which tag leads where for this model, and the state in which an answer begins."""
     if tokenizer.speaks_harmony:
-        return _offered(HARMONY, tools), "header"
+        return _offered(harmony.HARMONY, tools), harmony.HEADER
     edges: dict[str, list[tuple[str, str]]] = {NORMAL: [], REASONING: [], TOOL: []}
     if tokenizer.think:
         opening, closing = tokenizer.think
@@ -175,6 +203,21 @@ def transitions(tokenizer: Tokenizer, *, tools: bool) -> tuple[Transitions, str]
         edges[REASONING] += [(form.start, TOOL)]
         edges[TOOL] += [(form.end, NORMAL)] if form.end else []
     return _offered(edges, tools), tokenizer.first_state or NORMAL
+
+
+def formed(tokenizer: Tokenizer, *, tools: bool, reasons: bool) -> tuple[Transitions, str]:
+    """The same for an answer that follows a grammar; `reasons`: which lets it open a block of reasoning."""
+    if tokenizer.speaks_harmony or tokenizer.first_state is not None:
+        return transitions(tokenizer, tools=tools)
+    edges: dict[str, list[tuple[str, str]]] = {OPENING: [], REASONING: [], TOOL: []}
+    if tokenizer.think:
+        opening, closing = tokenizer.think
+        edges[OPENING] += [(opening, REASONING)] if reasons else []
+        edges[REASONING] += [(closing, OPENING)]
+    if form := tokenizer.tool_format:
+        edges[OPENING] += [(form.start, TOOL)]
+        edges[TOOL] += [(form.end, OPENING)] if form.end else []
+    return _offered(edges, tools), OPENING
 
 
 def _offered(edges: Mapping[str, Sequence[tuple[str, str]]], tools: bool) -> Transitions:

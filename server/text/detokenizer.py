@@ -17,10 +17,12 @@ from typing import Any
 
 from server.text.calls.call_ids import CallIds
 from server.text.calls.tool_calls import Block, CallArguments, CallBegin, CallPiece
-from server.text.channels import NORMAL, REASONING, TOOL, Channels, Segment, Watch, transitions
+from server.text.channels import FORMED, OPENING, Channels, Segment, Watch, formed, transitions
 from server.text.tokenizer import Tokenizer, ToolFormat
+from server.text.tokens.control import NORMAL, REASONING, TOOL
 
 _BREAKS = "\r\n"
+_CONTENT = frozenset({NORMAL, OPENING, FORMED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +65,31 @@ class TextState:
         show_special: bool = False,
         earlier_calls: Iterable[str] = (),
         new_id: Callable[[], str] | None = None,
+        rows: int | None = None,
+        follows: bool = False,
+        reasons: bool = True,
     ) -> None:
         """`chat`: look for reasoning and, if there are `tools`, for calls. `reasoning`: the prompt opened a block.
         `continues`: it ends inside the answer's content. `stop_ids` end the answer and are no part of it.
-        `earlier_calls`: ids that the conversation's calls have already."""
-        edges, first = transitions(tokenizer, tools=bool(tools)) if chat else ({}, NORMAL)
-        first = REASONING if chat and reasoning else NORMAL if continues else first
+        `earlier_calls`: ids that the conversation's calls have already. `rows`: how many ids the model has logits for,
+        if not for all. `follows`: the answer follows a grammar; `reasons`: which lets it open a block of reasoning."""
+        tags = tokenizer.tags(rows)
+        states = formed(tokenizer, tools=bool(tools), reasons=reasons) if follows else None
+        edges, first = (states or transitions(tokenizer, tools=bool(tools))) if chat else ({}, NORMAL)
+        if chat and reasoning:
+            first = REASONING
+        elif continues:
+            first = FORMED if follows else NORMAL
         self._tokenizer = tokenizer
+        self._mark = tags.mark
         self._stop_ids = frozenset(stop_ids)
         self._show_special = show_special
         self._tools = tools
         parser = tokenizer.tool_format.name if tokenizer.tool_format else ""
         self._ids = CallIds(parser, earlier_calls, new_id)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._channels = Channels(edges, first)
+        is_json = tokenizer.tool_format is not None and tokenizer.tool_format.is_json
+        self._channels = Channels(edges, first, tags, strings=follows and is_json)
         self._stops = stops
         self._content = _Flow(stops)
         self._thought = _Flow(stops, trim=_BREAKS)
@@ -110,15 +123,18 @@ class TextState:
         return self._taken()
 
     def _feed(self, token: int) -> None:
-        data = self._tokenizer.token_bytes(token)
         hidden = self._tokenizer.is_special(token) and not self._show_special
-        text = data.decode("utf-8", "replace") if hidden else self._utf8.decode(data)
-        for segment in self._channels.feed(text, hidden=hidden):
+        for segment in self._channels.feed(self._text(token, hidden), hidden=hidden):
             self._place(segment)
-            if segment.tag and hidden:
-                self._utf8.reset()  # half a character before a tag has no other half behind it
             if self.stopped:
                 break
+
+    def _text(self, token: int, hidden: bool) -> str:
+        if mark := self._mark(token):
+            self._utf8.reset()  # half a character before a tag has no other half behind it
+            return mark
+        data = self._tokenizer.token_bytes(token)
+        return data.decode("utf-8", "replace") if hidden else self._utf8.decode(data)
 
     # ---------------------------------------------------------------- where text goes
     def _place(self, segment: Segment) -> None:
@@ -126,7 +142,7 @@ class TextState:
             self._in_block(segment)
         elif segment.state == REASONING:
             self._write(Reasoning, self._thought, segment.text)
-        elif segment.state == NORMAL:
+        elif segment.state in _CONTENT:
             self._write(Content, self._content, segment.text)
         if segment.tag and not self.stopped:
             self._pass(segment)

@@ -8,6 +8,7 @@ made here.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +16,20 @@ from typing import Any
 
 from server.config import open_files
 from server.errors import StartupError, one_line
+from server.ipc.messages import TokenTable
 from server.model_files import generation_config, model_config
 from server.text.templates import files
 from server.text.templates.chat_template import ChatTemplate, Renderer
 from server.text.templates.markers import markers, samples
 from server.text.templates.source import literals, variables
 from server.text.templates.turn import Message
+from server.text.tokens import harmony
+from server.text.tokens.control import Tags, Transitions
 from server.text.tokens.encoding import PROBE, Encoder
 from server.text.tokens.vocabulary import Vocabulary
 
 _WORTH_A_MARK = 16  # a shorter prefix is read again sooner than it is found
 _SPELLED_THINK = ("<think>", "</think>")
-
-Transitions = Mapping[str, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,6 @@ class ToolFormat:
     Attributes:
         name: of mlx-lm's parser.
         start, end: tags around calls; `end` may be empty: until the end of the answer.
-        start_ids, end_ids: the tags as the tokenizer writes them.
         is_json: between the tags stands exactly `{"name": …, "arguments": {…}}`, so that a grammar can be built.
         parse: (text between the tags, tools) → call or calls; raises whatever it likes.
     """
@@ -45,8 +46,6 @@ class ToolFormat:
     name: str
     start: str
     end: str
-    start_ids: tuple[int, ...]
-    end_ids: tuple[int, ...]
     is_json: bool
     parse: Callable[[str, list[dict[str, Any]] | None], Any]
 
@@ -59,11 +58,13 @@ class ChatPrompt:
         marks: how many ids are worth a prefix snapshot, ascending: up to the last message's text (with templates that
             forget what they write before an answer, up to its end too), and the whole prompt.
         reasoning: the prompt ends inside a reasoning block, so the answer begins with reasoning.
+        settled: it ends behind one, which the template has closed: reasoning is over, or isn't wanted.
     """
 
     ids: list[int]
     marks: list[int]
     reasoning: bool
+    settled: bool = False
 
 
 class Tokenizer:
@@ -108,6 +109,8 @@ class Tokenizer:
         self.context = model_config.context_length(config, own)
         named = [*model_config.eos_ids(config, generation), *wrapper.eos_token_ids, *self._chat_end()]
         self.eos_ids = frozenset(token for token in named if token >= 0)
+        self._added = {entry.content: token for token, entry in self._hf.added_tokens_decoder.items()}
+        self._tags: dict[int | None, Tags] = {}
 
     @classmethod
     def load(cls, path: Path, *, trust_remote_code: bool) -> Tokenizer:
@@ -130,6 +133,36 @@ class Tokenizer:
             raise StartupError(f"the tokenizer in {path} can't be loaded: {one_line(error)}") from error
         made.folder = path
         return made
+
+    def with_tools(self, form: ToolFormat) -> Tokenizer:
+        """The same tokenizer for a model that writes its calls in `form`."""
+        equipped = copy.copy(self)
+        equipped.tool_format = form
+        equipped._tags = {}
+        return equipped
+
+    # ---------------------------------------------------------------- control tokens
+    def tags(self, rows: int | None = None) -> Tags:
+        """How the model's tags are written, if it has logits for the first `rows` ids."""
+        if rows not in self._tags:
+            self._tags[rows] = Tags(self._tag_texts(), self._added, rows)
+        return self._tags[rows]
+
+    def _tag_texts(self) -> list[str]:
+        texts = [*(self.think or ()), *self.silent, *(harmony.TAGS if self.speaks_harmony else ())]
+        states = [*self.transitions.values(), *(harmony.HARMONY.values() if self.speaks_harmony else ())]
+        texts += [tag for edges in states for tag, _ in edges]
+        return texts if self.tool_format is None else [*texts, self.tool_format.start, self.tool_format.end]
+
+    def token_table(self) -> TokenTable:
+        """What the engine needs to know for following a grammar; takes up to a second."""
+        texts = self._vocabulary.texts()
+        control = {*self._vocabulary.special, *self.eos_ids, *self.tags().ids}
+        return TokenTable(texts, *(sorted(t for t in ids if t < len(texts)) for ids in (control, self.eos_ids)))
+
+    def unspellable(self, rows: int) -> frozenset[int]:
+        """Bytes that the model can't write by themselves, given its number of logits."""
+        return self._vocabulary.unspellable(rows)
 
     # ---------------------------------------------------------------- text → ids
     def encode(self, text: str, *, special: bool = False, bos: bool = True, most: int | None = None) -> list[int]:
@@ -159,7 +192,7 @@ class Tokenizer:
         made = self._template.render(messages, tools, kwargs or {}, reasoning_effort, continue_final_message, begins)
         ids, counts = self._encoder.encode_marked(made.text, made.places, most=most)
         marks = sorted({*(count for count in counts if count >= _WORTH_A_MARK), len(ids)})
-        return ChatPrompt(ids, marks, made.reasoning)
+        return ChatPrompt(ids, marks, made.reasoning, made.settled)
 
     # ---------------------------------------------------------------- ids → text
     def token_bytes(self, token: int) -> bytes:
@@ -199,15 +232,11 @@ class Tokenizer:
 # ---------------------------------------------------------------- facts
 def _tool_format(wrapper: Any, tokenizer: Tokenizer) -> ToolFormat | None:
     if tokenizer.speaks_harmony:
-        return ToolFormat("harmony", " to=functions.", "<|call|>", (), (), False, _no_parser)
+        return ToolFormat("harmony", " to=functions.", "<|call|>", False, _no_parser)
     if not wrapper.has_tool_calling:
         return None
     name = wrapper.tool_parser.__module__.rpartition(".")[2]
-    start, end = (
-        tuple(tokenizer.encode(t, special=True, bos=False)) for t in (wrapper.tool_call_start, wrapper.tool_call_end)
-    )
-    is_json = name == "json_tools"
-    return ToolFormat(name, wrapper.tool_call_start, wrapper.tool_call_end, start, end, is_json, wrapper.tool_parser)
+    return ToolFormat(name, wrapper.tool_call_start, wrapper.tool_call_end, name == "json_tools", wrapper.tool_parser)
 
 
 def _think(wrapper: Any) -> tuple[str, str] | None:

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from serving import TOKENIZER, engine, run_server, settings
+from driving import knowing
+from serving import TOKENIZER, engine, run_server, settings, tokenizer
 from tokenizers import Tokenizer
 
 from server.api.input import body, response_format
@@ -30,7 +31,8 @@ def chat(**fields: Any) -> Form | None:
 
 @pytest.fixture(scope="module")
 def grammars():
-    made = Grammars(TOKENIZER, 2048)
+    made = knowing(tokenizer().token_table())
+    made.rows = 2048
     yield made
     made.close()
 

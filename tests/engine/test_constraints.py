@@ -1,17 +1,20 @@
 """Grammar rows draw texts of their grammar, end properly, resume where they were, and fail alone."""
 
 import json
+from concurrent.futures import Future
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
-from driving import Rig, prompt, row
+from driving import Rig, knowing, prompt, row
 from tokenizers import Tokenizer
 
 from loadtests import zoo
 from server.engine.constraints import Grammars, Matcher
 from server.grammar.build import answer
 from server.ipc.messages import MAX_GRAMMAR_SIZE, Grammar
+from server.text.tokenizer import Tokenizer as ServerTokenizer
 
 END = 2  # the tokenizer's <|im_end|> and the model's eos
 PADDED = 2100  # logits beyond the tokenizer's 2,048 ids
@@ -50,17 +53,21 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What `Grammars` reads of a model folder."""
-    path = tmp_path_factory.mktemp("model")
-    (path / "tokenizer.json").write_bytes((zoo.TOKENIZER / "tokenizer.json").read_bytes())
-    (path / "config.json").write_text(json.dumps({"eos_token_id": END}))
-    return path
+def table():
+    return msgspec.structs.replace(
+        ServerTokenizer.load(zoo.TOKENIZER, trust_remote_code=False).token_table(), ends=[END]
+    )
+
+
+def opened(table, rows=PADDED):
+    grammars = knowing(table) if table else Grammars(Future())
+    grammars.rows = rows
+    return grammars
 
 
 @pytest.fixture(scope="module")
-def grammars(folder):
-    made = Grammars(folder, PADDED)
+def grammars(table):
+    made = opened(table)
     yield made
     made.close()
 
@@ -165,9 +172,9 @@ def test_only_the_rows_own_stop_ids_end_a_complete_text(grammars, tokenizer):
     assert END not in allowed(told(grammars, tokenizer, '"re', stop_ids=[END]))
 
 
-def test_the_first_requests_stop_ids_are_not_taken_for_the_models_end(folder, tokenizer):
+def test_the_first_requests_stop_ids_are_not_taken_for_the_models_end(table, tokenizer):
     """A stop id that is an ordinary token must not be lost to every later grammar."""
-    grammars = Grammars(folder, PADDED)
+    grammars = opened(table)
     quote = tokenizer.encode('"', add_special_tokens=False).ids[0]
     constrained(grammars, 0, answer(SCHEMAS[1]), stop_ids=[quote])
     assert allowed(told(grammars, tokenizer, '"red')) >= {quote}
@@ -213,8 +220,8 @@ def test_a_token_that_is_not_allowed_is_an_error_in_one_line(grammars, tokenizer
     assert isinstance(matcher, Matcher)
 
 
-def test_a_folder_without_a_fast_tokenizer_fails_the_row_and_not_the_engine(tmp_path):
-    grammars = Grammars(tmp_path, PADDED)
-    with pytest.raises(OSError, match=r"tokenizer\.json"):
+def test_an_engine_that_does_not_know_its_tokens_fails_the_row_and_not_itself():
+    grammars = opened(None)
+    with pytest.raises(ValueError, match="what the model's tokens say"):
         constrained(grammars, 0, answer(POINT))
     grammars.close()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from driving import Rig, model, prompt, row
+from driving import Rig, knowing, model, prompt, row
 
 from server.compute import columns
 from server.engine import compiling, loop
@@ -32,6 +32,7 @@ from server.ipc.messages import (
 )
 from server.memory.pressure import Act, Verb
 from server.settings import load
+from server.text.tokenizer import Tokenizer
 
 EPOCH = 7
 
@@ -92,7 +93,7 @@ class Engine:
     """A loop, driven step by step."""
 
     def __init__(self, family="llama", *, fault=lambda inputs: None, group_bytes=10**9, batching="batched", folder=".",
-                 faults="", chunk_peak=0, **settings):  # fmt: skip
+                 faults="", chunk_peak=0, tokens=None, **settings):  # fmt: skip
         self.raw = model(family)
         self.seam, self.snapshot = FakeSeam(), Snapshot()
         self.pulse = SimpleNamespace(count=0)
@@ -105,7 +106,7 @@ class Engine:
         self.loop = Loop(
             self.seam, self.pulse, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
             self.loaded, self.residency,
-            Faults(parse(faults), epoch=1, write_garbage=lambda: None),
+            Faults(parse(faults), epoch=1, write_garbage=lambda: None), grammars=tokens and knowing(tokens),
         )  # fmt: skip
         self.tokens, self.logprobs = defaultdict(list), defaultdict(list)
         self.ends, self.failed, self.started, self.preempted, self.rotations = {}, {}, {}, [], []
@@ -525,7 +526,7 @@ def test_a_grammar_that_is_compiled_for_ever_ends_its_row_and_the_process(alone,
 
 
 def test_a_grammar_row_runs_beside_free_ones_and_a_broken_grammar_fails_alone(alone, tiny):
-    engine = Engine(folder=tiny("llama"))
+    engine = Engine(folder=tiny("llama"), tokens=Tokenizer.load(tiny("llama"), trust_remote_code=False).token_table())
     free = row(2, prompt(20), max_tokens=12)
     engine.submit(row(0, prompt(9), grammar=answer({"enum": ["no"]}), stop_ids=[2], max_tokens=12))
     engine.submit(row(1, prompt(9), grammar=SimpleGrammar, stop_ids=[2], max_tokens=12))

@@ -14,19 +14,20 @@ from server.api.input import tools
 from server.api.input.schema import ChatRequest
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import build
-from server.grammar.build import Calls, Reasoning, Tag
+from server.grammar.build import Calls, CallStyle, Reasoning
 from server.ipc.messages import Grammar
 from server.text.tokenizer import ChatPrompt, Tokenizer
+from server.text.tokens.control import Tags
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+STYLE = CallStyle(('<tool_call>\n{"name": ',), (', "arguments": ',), ("}\n</tool_call>",), joint=("\n",), quotes=True)
 CALLS = Calls(
-    Tag("<tool_call>"),
-    Tag("</tool_call>"),
+    STYLE,
     [("get_time", CITY, "tools[0].function.parameters"), ("no-args", None, "tools[1].function.parameters")],
     several=True,
 )
-THINK = Reasoning(Tag("<think>"), Tag("</think>"), opened=False)
-THINKING = Reasoning(Tag("<think>"), Tag("</think>"), opened=True)
+THINK = Reasoning(("<think>",), ("</think>",), opened=False)
+THINKING = Reasoning(("<think>",), ("</think>",), opened=True)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -66,7 +67,7 @@ def test_a_forced_answer_is_calls_and_nothing_else() -> None:
     assert accepts(made, call("no-args") + "\n" + call("get_time", city="Oslo"))
     for bad in ("hello", '{"a": 1}', call("get_time"), call("get_time", city=5), call("other"), call("no-args")[:-1]):
         assert not accepts(made, bad)
-    single = build.answer(calls=Calls(CALLS.start, CALLS.end, CALLS.functions, several=False))
+    single = build.answer(calls=replace(CALLS, several=False))
     assert not accepts(single, call("no-args") + "\n" + call("no-args"))
 
 
@@ -88,7 +89,7 @@ def test_reasoning_stays_free_before_the_answer() -> None:
 
 
 def test_tags_that_are_special_tokens_are_drawn_as_such() -> None:
-    special = Reasoning(Tag("<|endoftext|>", 0), Tag("<|im_start|>", 1), opened=True)
+    special = Reasoning((0,), (1,), opened=True)
     made = build.answer(CITY, reasoning=special)
     assert "<[1]>" in made.text
     assert accepts(made, 'hm<|im_start|>{"city": "Oslo"}')
@@ -169,6 +170,13 @@ def test_what_only_looks_dangerous_is_not_refused(schema: dict[str, Any]) -> Non
 def test_a_model_whose_calls_are_no_json_cannot_be_forced() -> None:
     class Other:
         tool_format = type("Form", (), {"name": "pythonic", "is_json": False})()
+        vocab_size = 3
+
+        def unspellable(self, rows: int) -> frozenset[int]:
+            return frozenset()
+
+        def tags(self, rows: int | None) -> Tags:
+            return Tags((), {})
 
     request = ChatRequest.model_validate(
         {
@@ -193,5 +201,5 @@ def test_a_real_tokenizer_tells_its_tags() -> None:
     )
     made = tools.constraint(None, tools.read(request), ChatPrompt([1], [1], False), tokenizer)
     assert made is not None
-    assert accepts(made, call("get_time", city="Oslo"))
-    assert not accepts(made, call("get_time", city="Oslo") + "\n" + call("get_time", city="Oslo"))
+    assert accepts(made.grammar, call("get_time", city="Oslo"))
+    assert not accepts(made.grammar, call("get_time", city="Oslo") + "\n" + call("get_time", city="Oslo"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import defaultdict
+from concurrent.futures import Future
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,8 @@ from server.batching import Batch
 from server.cache_guard import Guard, cache_arrays
 from server.compute.rows import Row
 from server.compute.sampling import Sampler
-from server.ipc.messages import Sampling, Sequence, Snapshot
+from server.engine.constraints import Grammars
+from server.ipc.messages import Sampling, Sequence, Snapshot, TokenTable
 
 # Those that must stay flat, cost what was predicted and, all but the one that mlx-lm can't batch, say the same alone.
 FAMILIES = [
@@ -186,3 +188,10 @@ class Rig:
         assert not one.sequence.sampling.temperature, "a draw hardly ever falls on a border"
         best = np.sort(logits[agreed])[-2:]
         assert best[1] - best[0] < 2 * apart * logits[agreed].std(), f"row {one.seq} differs at {agreed}"
+
+
+def knowing(tokens: TokenTable) -> Grammars:
+    """Grammars of an engine that has been told what its tokens say."""
+    told: Future[TokenTable] = Future()
+    told.set_result(tokens)
+    return Grammars(told)

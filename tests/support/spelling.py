@@ -9,6 +9,7 @@ from typing import Any
 
 from server.text.detokenizer import Answer, Piece, TextState
 from server.text.tokenizer import ToolFormat
+from server.text.tokens.control import Tags
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "get_time", "parameters": {}}}]
 THINK = ("<think>", "</think>")
@@ -42,10 +43,15 @@ class Spelled:
     def is_special(self, token: int) -> bool:
         return self._tokens[token][1]
 
+    def tags(self, rows: int | None = None) -> Tags:
+        form = self.tool_format
+        texts = [*(self.think or ()), *((form.start, form.end) if form else ())]
+        return Tags(texts, {text.decode(): token for token, (text, special) in enumerate(self._tokens) if special})
+
 
 def tool_format(name: str = "json_tools", start: str = "<tool_call>", end: str = "</tool_call>") -> ToolFormat:
     parse = importlib.import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
-    return ToolFormat(name, start, end, (), (), name == "json_tools", parse)
+    return ToolFormat(name, start, end, name == "json_tools", parse)
 
 
 def state(tokenizer: Any, **wishes: Any) -> TextState:

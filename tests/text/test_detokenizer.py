@@ -377,7 +377,7 @@ def harmony() -> Spelled:
     def parse(text: str, tools: Any) -> Any:
         raise ValueError(text)
 
-    tokenizer = Spelled(None, ToolFormat("harmony", " to=functions.", "<|call|>", (), (), False, parse))
+    tokenizer = Spelled(None, ToolFormat("harmony", " to=functions.", "<|call|>", False, parse))
     tokenizer.speaks_harmony = True
     return tokenizer
 

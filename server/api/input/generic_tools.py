@@ -8,7 +8,6 @@ their own come here only if their template leaves calls out of the history.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from typing import Any
 
@@ -33,10 +32,7 @@ def with_format(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer, with the plain format if its model has none."""
     if tokenizer.tool_format is not None:
         return tokenizer
-    ids = [tuple(tokenizer.encode(tag, bos=False)) for tag in (START, END)]
-    equipped = copy.copy(tokenizer)
-    equipped.tool_format = ToolFormat(PARSER, START, END, ids[0], ids[1], True, _parse)
-    return equipped
+    return tokenizer.with_tools(ToolFormat(PARSER, START, END, True, _parse))
 
 
 def is_ours(form: ToolFormat | None) -> bool:

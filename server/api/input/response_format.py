@@ -16,9 +16,10 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from server.api.input.schema import Generation, StructuredOutputs
-from server.errors import InvalidValue, one_line
+from server.errors import InvalidValue, UnsupportedParameter, one_line
 from server.grammar import build
 from server.settings import Settings
+from server.text.tokenizer import Tokenizer
 
 _ASCII = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
 
@@ -91,6 +92,14 @@ def check_size(value: object, settings: Settings, param: str) -> None:
     if size > settings.max_schema_bytes:
         message = f"{param}: the schema has {size} bytes; at most {settings.max_schema_bytes} are taken"
         raise InvalidValue(message, param=param)
+
+
+def check_spelling(form: Form, tokenizer: Tokenizer, rows: int | None) -> None:
+    """Raises when the model, which has `rows` logits, couldn't write some of the texts that a form may ask for."""
+    if missing := tokenizer.unspellable(tokenizer.vocab_size if rows is None else rows):
+        shown = ", ".join(f"0x{byte:02X}" for byte in sorted(missing)[:4])
+        message = f"{form.param}: this model can't write every text: it has no tokens for single bytes such as {shown}"
+        raise UnsupportedParameter(message, param=form.param)
 
 
 # ---------------------------------------------------------------- kinds

@@ -7,19 +7,22 @@ form that was read before, the grammar. Runs in the server's worker thread; pure
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.api.input import response_format
 from server.api.input.members import declared
 from server.api.input.response_format import Form
 from server.api.input.schema import ChatRequest, Function, NamedChoice
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import build
-from server.grammar.build import Calls, Reasoning, Tag
+from server.grammar.build import Calls, FreeCalls
 from server.grammar.checker import Prove, fault
 from server.ipc.messages import Grammar
+from server.text import layout
+from server.text.templates import chat_template
 from server.text.tokenizer import ChatPrompt, Tokenizer
+from server.text.tokens.control import Tags
 
 log = logging.getLogger("marathon.api")
 
@@ -38,6 +41,18 @@ class Wish:
     def for_template(self) -> list[dict[str, Any]] | None:
         functions = [declared(function) for _, function in self.offered]
         return [{"type": "function", "function": function} for function in functions] or None
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer follows.
+
+    Attributes:
+        reasons: the grammar lets it open a block of reasoning first.
+    """
+
+    grammar: Grammar
+    reasons: bool
 
 
 def read(request: ChatRequest) -> Wish:
@@ -73,9 +88,21 @@ def _only(names: set[str], tools: Offer, param: str) -> Offer:
 
 # ---------------------------------------------------------------- grammar
 def constraint(
-    form: Form | None, wish: Wish, prompt: ChatPrompt, tokenizer: Tokenizer, prove: Prove = fault
-) -> Grammar | None:
-    """The grammar that the answer must follow, if the request asks for a form."""
+    form: Form | None,
+    wish: Wish,
+    prompt: ChatPrompt,
+    tokenizer: Tokenizer,
+    *,
+    rows: int | None = None,
+    thinks: bool = True,
+    continues: bool = False,
+    prove: Prove = fault,
+) -> Constraint | None:
+    """What the answer must follow, if the request asks for a form.
+
+    The model has `rows` logits, as many as the tokenizer has ids unless given. `thinks`: it may reason before;
+    `continues`: the prompt ends inside the answer's text. Raises what refuses a request that can't be fulfilled.
+    """
     if wish.forced:
         # `response_format` is about text, and agents send it with every request; the other forms are about this answer.
         if form is not None and not form.param.startswith("response_format"):
@@ -83,34 +110,40 @@ def constraint(
         form = Form("tool_choice")
     if form is None:
         return None
-    calls = _calls(wish, tokenizer, form.param) if wish.offered else None
-    return build.answer(
+    response_format.check_spelling(form, tokenizer, rows)
+    tags = tokenizer.tags(rows)
+    calls = _calls(wish, tokenizer, tags, form.param) if wish.offered else None
+    reasons = not continues or prompt.reasoning
+    thought = layout.reasoning(tokenizer, tags, prompt, wanted=thinks, is_text=bool(form.rule)) if reasons else None
+    made = build.answer(
         form.schema,
         rule=form.rule,
         param=form.param,
+        lead=() if continues else layout.lead(tokenizer, tags),
         calls=calls,
-        reasoning=_reasoning(prompt, tokenizer),
+        reasoning=thought,
         prove=prove,
     )
+    return Constraint(made, thought is not None and thought.wanted and not thought.opened)
 
 
-def _calls(wish: Wish, tokenizer: Tokenizer, param: str) -> Calls:
+def _calls(wish: Wish, tokenizer: Tokenizer, tags: Tags, param: str) -> Calls | FreeCalls:
     form = tokenizer.tool_format
-    if form is None or not form.is_json:
-        raise build.unsupported(form.name if form else "none", param)
+    style = None if form is None else layout.call_style(form, tags)
+    if style is None:
+        if form is None or wish.forced:
+            raise build.unsupported(form.name if form else "none", param)
+        return layout.free_calls(form, tags)
     functions = [
         (function.name, function.parameters, f"tools[{i}].function.parameters") for i, function in wish.offered
     ]
-    start, end = _tag(form.start, form.start_ids, tokenizer), _tag(form.end, form.end_ids, tokenizer)
-    return Calls(start, end, functions, wish.several)
+    return Calls(style, functions, wish.several)
 
 
-def _reasoning(prompt: ChatPrompt, tokenizer: Tokenizer) -> Reasoning | None:
-    if tokenizer.think is None:
-        return None
-    start, end = (_tag(tag, tokenizer.encode(tag, special=True, bos=False), tokenizer) for tag in tokenizer.think)
-    return Reasoning(start, end, prompt.reasoning)
-
-
-def _tag(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Tag:
-    return Tag(text, ids[0] if len(ids) == 1 and tokenizer.is_special(ids[0]) else None)
+def thinks(request: ChatRequest) -> bool:
+    """Whether the request lets the model reason, in any of the ways of saying so."""
+    effort = request.reasoning_effort or (request.reasoning.effort if request.reasoning else None)
+    switches = request.chat_template_kwargs or {}
+    return effort not in chat_template.NO_THINKING and all(
+        switches.get(name) is not False for name in chat_template.SWITCHES
+    )

@@ -23,7 +23,8 @@ from server.text.tokens.encoding import PROBE, Shield, clean
 Form = Callable[[Any], Any]  # what becomes of a call's arguments
 Renderer = Callable[..., str]  # (messages, tools=…, add_generation_prompt=…, continue_final_message=…, **variables)
 
-_BOOLEAN_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+NO_THINKING = ("none", "minimal")  # efforts
 _OURS = {"messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "add_generation_prompt"}
 _OURS |= {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
 _OURS |= {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens"}
@@ -36,11 +37,13 @@ class Rendered:
     Attributes:
         places: positions in `text` that later prompts are likely to share, ascending.
         reasoning: the prompt ends inside a reasoning block.
+        settled: it ends behind one, which it has closed for the model.
     """
 
     text: str
     places: tuple[int, ...]
     reasoning: bool
+    settled: bool = False
 
 
 class ChatTemplate:
@@ -105,15 +108,15 @@ class ChatTemplate:
         opened, closed = (opening.rfind(tag) for tag in self._think)
         # What a template writes about reasoning before the answer, it leaves out of the history.
         places = (start, end) if opened >= 0 or closed >= 0 else (start,)
-        return Rendered(text, places, opened > closed)
+        return Rendered(text, places, opened > closed, closed > opened)
 
     # ---------------------------------------------------------------- what the template sees
     def _switches(self, effort: str | None) -> dict[str, Any]:
         """A request's reasoning effort in the variables that this template has for it."""
         if effort is None:
             return {}
-        thinks = effort not in ("none", "minimal")
-        values = {"reasoning_effort": effort} | dict.fromkeys(_BOOLEAN_SWITCHES, thinks)
+        thinks = effort not in NO_THINKING
+        values = {"reasoning_effort": effort} | dict.fromkeys(SWITCHES, thinks)
         return {name: value for name, value in values.items() if name in self._names}
 
     def _checked(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:

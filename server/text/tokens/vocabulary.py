@@ -27,14 +27,16 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_FOREIGN = re.compile("[^" + re.escape("".join(_ALPHABET)) + "]")
+_AS_LATIN = {ord(char): byte for char, byte in _ALPHABET.items()}
+TEXT_BYTES = frozenset([*range(0x80), *range(0x80, 0xC0), *range(0xC2, 0xF5)])  # all that UTF-8 consists of
 
 
 def byte_level(token: str) -> bytes:
     """A token of a byte-level vocabulary. One with any foreign character is plain text, as an added token is."""
-    try:
-        return bytes(_ALPHABET[char] for char in token)
-    except KeyError:
+    if _FOREIGN.search(token):
         return token.encode("utf-8", "replace")
+    return token.translate(_AS_LATIN).encode("latin-1")
 
 
 def word_pieces(token: str) -> bytes:
@@ -60,6 +62,7 @@ class Vocabulary:
         flagged = (token for token, entry in added.items() if entry.special)
         self.special: frozenset[int] = frozenset([*flagged, *filter(_is_id, tokenizer.all_special_ids)])
         self._rule = self._find_rule()
+        self._bytes: dict[int, int] | None = None
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one id; nothing for ids that the tokenizer doesn't have."""
@@ -71,6 +74,22 @@ class Vocabulary:
     def spellings(self) -> Iterator[bytes]:
         """The bytes of every id. They aren't kept: some hundred thousand of them are seldom wanted."""
         return (self._table.get(token) or self._rule(token) for token in range(self.size))
+
+    def texts(self) -> list[bytes]:
+        """What every id says, in their order; takes up to a second."""
+        texts = list(self.spellings())
+        ordinary = (token for token, text in enumerate(texts) if len(text) == 1 and token not in self.special)
+        self._bytes = {}
+        for token in ordinary:
+            self._bytes.setdefault(texts[token][0], token)
+        return texts
+
+    def unspellable(self, rows: int) -> frozenset[int]:
+        """Bytes of texts for which none of the first `rows` ids stands alone, so that not every text can be spelled."""
+        if self._bytes is None:
+            self.texts()
+        assert self._bytes is not None
+        return TEXT_BYTES - {byte for byte, token in self._bytes.items() if token < rows}
 
     def decode(self, tokens: Iterable[int], *, special: bool) -> str:
         """The text of some ids, its leading space kept; `special` tokens are spelled out or left out."""
