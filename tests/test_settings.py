@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from server import check, cli
@@ -193,8 +194,8 @@ def test_check_says_what_differs_from_the_default_and_where_it_was_set(monkeypat
 
 
 def test_check_says_whether_the_weights_fit(tmp_path):
-    (tmp_path / "model-1.safetensors").write_bytes(bytes(3_000_000))
-    (tmp_path / "model-2.safetensors").write_bytes(bytes(5_000_000))
+    for number, size in ((1, 750_000), (2, 1_250_000)):
+        mx.save_safetensors(str(tmp_path / f"model-{number}.safetensors"), {f"w{number}": mx.zeros(size)})
     assert check.fits(tmp_path, 10**9).startswith("yes: weights 0.01 GB of 1.00 GB; 0.99 GB are left")
     assert check.fits(tmp_path, 8_000_000).startswith("no: ")
 

@@ -177,7 +177,7 @@ def test_an_interruption_leaves_nothing(shelf, tmp_path, monkeypatch):
 HANGING = """
 import sys, time
 from pathlib import Path
-from server.starter import ensure_starter
+from server.model_files.starter import ensure_starter
 def fetch(source, folder, progress):
     (folder / "half").write_bytes(b"half")
     print("fetching", flush=True)

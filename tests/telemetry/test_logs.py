@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CHATTY = """
 import logging, os, subprocess, sys, threading, warnings
-from server import logs
+from server.telemetry import logs
 
 def speak():
     logging.getLogger("marathon").info("said by %s", "us")
