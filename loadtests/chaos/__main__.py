@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 
 from loadtests import harness
-from loadtests.chaos import deaths, disconnects, shortage
+from loadtests.chaos import deaths, disconnects, enemy, shortage
 from loadtests.chaos.scenario import Findings, Scene, obtain
 
 Mode = Callable[[Scene], Awaitable[Findings]]
@@ -31,6 +31,13 @@ MODES: dict[str, Mode] = {
     "garbage": deaths.garbage,
     "poison": deaths.poison,
     "zombies": deaths.zombies,
+    "lone": enemy.lone,
+    "as-ready": enemy.as_ready,
+    "starts": enemy.starts,
+    "boundaries": enemy.boundaries,
+    "last-token": enemy.last_token,
+    "drain-death": enemy.drain_death,
+    "paused": enemy.paused,
     "leak": shortage.leak,
     "fast-leak": shortage.fast_leak,
     "guard-off": shortage.guard_off,

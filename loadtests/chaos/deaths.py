@@ -60,22 +60,22 @@ async def _killed(scene: Scene, kills: int, *, during_resume: bool) -> Findings:
 async def _kill_again(server: Server, crew: Crew, kills: int, rng: random.Random, during_resume: bool) -> list[float]:
     times: list[float] = []
     while len(times) < kills and not _broken(crew):
-        up = await _engine_up(server)
+        up = await engine_up(server)
         await crew.moved(up)
         await asyncio.sleep(rng.uniform(0, 1.5))
         await crew.moved(up)  # one may have ended meanwhile, and the next one not begun
-        times.append(await _end_engine(server, signal.SIGKILL))
+        times.append(await end_engine(server, signal.SIGKILL))
         if during_resume and len(times) < kills:
             if rng.random() < 0.7:  # while it reads prompts or draws first tokens; else while it loads
-                await _engine_up(server)
+                await engine_up(server)
                 await asyncio.sleep(rng.uniform(0, 0.3))
             else:
                 await asyncio.sleep(rng.uniform(0.2, 2.0))
-            times.append(await _end_engine(server, signal.SIGKILL))
+            times.append(await end_engine(server, signal.SIGKILL))
     return times
 
 
-async def _end_engine(server: Server, sign: signal.Signals) -> float:
+async def end_engine(server: Server, sign: signal.Signals) -> float:
     """When the signal was sent. On return the server knows of the end, unless the engine was only stopped."""
     while (pid := await asyncio.to_thread(server.engine_pid)) is None:
         await asyncio.sleep(0.01)
@@ -86,7 +86,7 @@ async def _end_engine(server: Server, sign: signal.Signals) -> float:
     return now
 
 
-async def _engine_up(server: Server, seconds: float = 120.0) -> float:
+async def engine_up(server: Server, seconds: float = 120.0) -> float:
     """When an engine was seen to be ready."""
     began = monotonic()
     while not (await asyncio.to_thread(server.health))["engine"]["up"]:
@@ -177,34 +177,35 @@ def late_kills(deaths: Sequence[float], crew: Crew, limits: Sequence[float]) -> 
 
 # ---------------------------------------------------------------- a request that kills
 async def poison(scene: Scene) -> Findings:
-    """A request that kills whatever engine runs it: once in prefill, once after five tokens."""
+    """A request that kills whatever engine runs it: once in prefill, once after each five tokens. The first is ended
+    alone; the second gets on, and so comes to its own end when the others have come to theirs."""
     findings = Findings("poison")
     bodies = crew_bodies(scene.count(600, 250))
     bodies = [*bodies[:3], *(body | {"prompt": prompt(15, scene.rng)} for body in bodies[:3])]
+    bad = completion([POISON, *range(100, 120)], scene.count(100, 40))
     with scene.server() as server:
-        expected = await undisturbed(server.port, bodies)
+        expected = await undisturbed(server.port, [*bodies, bad])
     for place in ("prefill", "decode"):
         with scene.server(faults=f"poison@{place}:{POISON}") as server:
-            accounts, poisonous = await _poisoned(server, expected)
+            accounts = await _poisoned(server, expected)
             findings.add(scene.findings(server, f"deaths in {place}", 0))
         crew = Crew(server.port, expected)
-        crew.finished = list(enumerate(accounts))
+        crew.finished = list(enumerate(accounts if place == "decode" else accounts[:-1]))
         findings.problems += crew.judge().problems()
-        code = (poisonous.error or {}).get("code")
         findings.figures[f"deaths in {place}"] = findings.restarts("crash")
-        if code != "generation_failed":
-            findings.problems.append(f"poison in {place} ended with {poisonous.trouble()}")
+        if place == "prefill" and (accounts[-1].error or {}).get("code") != "generation_failed":
+            findings.problems.append(f"poison in prefill ended with {accounts[-1].trouble()}")
     return findings
 
 
-async def _poisoned(server: Server, expected: Sequence[Account]) -> tuple[list[Account], Account]:
-    """Three streams, then the poison, then three fresh requests."""
+async def _poisoned(server: Server, expected: Sequence[Account]) -> list[Account]:
+    """Three streams, then the poison, then three fresh requests; the poison is the last of the accounts."""
     tasks = [asyncio.create_task(ask(server.port, account.body)) for account in expected[:3]]
     await asyncio.sleep(0.5)
-    bad = asyncio.create_task(ask(server.port, completion([POISON, *range(100, 120)], 100)))
+    bad = asyncio.create_task(ask(server.port, expected[-1].body))
     await asyncio.sleep(0.5)
-    tasks += [asyncio.create_task(ask(server.port, account.body)) for account in expected[3:]]
-    return list(await asyncio.gather(*tasks)), await bad
+    tasks += [asyncio.create_task(ask(server.port, account.body)) for account in expected[3:-1]]
+    return [*await asyncio.gather(*tasks), await bad]
 
 
 # ---------------------------------------------------------------- the truth about it
@@ -218,9 +219,9 @@ async def zombies(scene: Scene) -> Findings:
         with Sentinel(server.port) as sentinel:
             async with Crew(server.port, expected) as crew:
                 for sign in signs:
-                    await crew.moved(await _engine_up(server))
+                    await crew.moved(await engine_up(server))
                     await asyncio.sleep(3 * STALL)  # works well for a while, or the next stall's limit would be doubled
-                    sent = await _end_engine(server, sign)
+                    sent = await end_engine(server, sign)
                     await _await_death(sentinel, sent)
                     if sign == signal.SIGSTOP:
                         late += _check_stall(server, sentinel, sent)

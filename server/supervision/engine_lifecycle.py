@@ -42,6 +42,7 @@ BURY_SECONDS = 20.0  # for a killed one to give its memory back
 HASTY_DEATH_SECONDS = 2.0  # longest pause after an engine that had been ready
 WATCH_SECONDS = 0.2  # between two looks at the engine
 PAUSE_SECONDS = 0.5  # a look that comes later by so much shows that the server itself stood still
+LONG_PAUSE_SECONDS = 2.0  # of those, the ones that somebody should know of
 _KEPT_ACTIONS = 100
 _PRIVATE = {"api_key", "api_key_file"}
 
@@ -322,7 +323,8 @@ class Succession:
             await asyncio.sleep(tick)
             now = self._clock()
             if (late := now - last - tick) > PAUSE_SECONDS:
-                log.warning("the server stood still for %.1f s; the engine isn't blamed for that time", late)
+                level = logging.WARNING if late > LONG_PAUSE_SECONDS else logging.DEBUG
+                log.log(level, "the server stood still for %.1f s; the engine isn't blamed for that time", late)
                 self._life.excuse(late)
             self.look()
             last = self._clock()

@@ -18,7 +18,8 @@ from server.settings import Settings
 from server.supervision.timeouts import StallLimit
 
 SILENT_SECONDS = 2.5 * messages.PROGRESS_SECONDS  # then it isn't called ready any more
-IDLE_SECONDS = 5 * messages.PROGRESS_SECONDS  # then one that has nothing to do is replaced
+IDLE_SECONDS = 5 * messages.PROGRESS_SECONDS  # then one that has nothing to do is replaced,
+LOADING_SHARE = 0.25  # unless this share of what it took to load is more: so long the next one takes to be there
 LOADING_SECONDS = 30.0  # the least for one that loads: Python's imports may hold its other threads up
 
 
@@ -102,8 +103,9 @@ class Liveness:
         """What is too old by now, if anything is. The engine has had work since `busy_since`, inf if it has none."""
         if self.ready_at is None:
             return self._late(now)
-        if self.heard <= busy_since and self.silence(now) > IDLE_SECONDS:
-            return Overdue("silence", self.silence(now), IDLE_SECONDS)
+        limit = max(IDLE_SECONDS, LOADING_SHARE * self.loading_seconds)
+        if self.heard <= busy_since and self.silence(now) > limit:
+            return Overdue("silence", self.silence(now), limit)
         if now - self.moved > (limit := self._stall.seconds(snapshot)):
             return Overdue("stall", now - self.moved, limit)
         return None

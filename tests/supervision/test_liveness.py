@@ -162,6 +162,18 @@ async def test_an_idle_engine_that_is_stopped_isnt_called_ready_and_is_replaced(
         assert thresholds(supervisor) == [liveness.IDLE_SECONDS]
 
 
+@played
+async def test_an_engine_that_took_long_to_load_is_given_more_time_before_it_is_replaced(fake, counts):
+    fake.load_seconds = 100
+    async with supervise(fake, counts, stall_seconds=60, start_seconds=300) as supervisor:
+        fake.freeze()
+        await until(lambda: not supervisor.is_ready)
+        await asyncio.sleep(20)
+        assert supervisor.restarts == 0
+        await until(lambda: supervisor.restarts == 1)
+        assert thresholds(supervisor) == [25]
+
+
 @pytest.mark.parametrize("since", [0.1, 1.0, 3.0])
 @played
 async def test_a_request_to_a_stopped_engine_doesnt_pay_the_stall_limit(fake, counts, since):

@@ -1,0 +1,247 @@
+"""Chaos: deaths where they hurt most, one after the other, instead of at random moments.
+
+Owns the modes lone, as-ready, starts, boundaries, last-token, drain-death and paused: streams alone and in a crowd, and
+an engine that ends at each of their boundaries and at each stage of each start. Runs on the event loop of
+`loadtests.chaos`. Signals go only to servers that were started here and to the engines that their /health names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from loadtests import process_tree
+from loadtests.chaos.clients import bodies as crew_bodies
+from loadtests.chaos.clients import undisturbed
+from loadtests.chaos.comparison import Verdicts
+from loadtests.chaos.deaths import end_engine, engine_up
+from loadtests.chaos.scenario import Findings, Scene, leftovers
+from loadtests.chaos.sse_client import Account, ask, completion
+from loadtests.harness import Server
+
+Blows = Callable[[Server, Sequence[Account]], Awaitable[int]]  # hits a server while streams run; how often it did
+
+STEP = 100  # tokens between two deaths of the mode lone
+IDLE_LIMIT = 6.0  # seconds after which a stopped idle engine must have been replaced
+SHORT_PAUSE = 2.0
+
+
+async def undisturbed_here(scene: Scene, *wanted: Sequence[dict[str, Any]]) -> list[list[Account]]:
+    """What each group of streams should be."""
+    with scene.server() as server:
+        return [await undisturbed(server.port, bodies) for bodies in wanted]
+
+
+async def strike(scene: Scene, expected: Sequence[Account], blows: Blows, label: str, **options: Any) -> Findings:
+    """Streams that must come out as expected while the blows fall."""
+    with scene.server(**options) as server:
+        accounts = [Account(dict(right.body)) for right in expected]
+        tasks = [asyncio.create_task(ask(server.port, account.body, account)) for account in accounts]
+        began = monotonic()
+        count = await blows(server, accounts)
+        await asyncio.wait(tasks, timeout=900)
+        findings = scene.findings(server, label, count)
+    findings.figures["seconds"] = monotonic() - began
+    judge(findings, expected, accounts, label)
+    return findings
+
+
+def judge(findings: Findings, expected: Sequence[Account], accounts: Sequence[Account], label: str) -> None:
+    verdicts = Verdicts()
+    for i, (right, account) in enumerate(zip(expected, accounts, strict=True)):
+        verdicts.judge(f"stream {i}, {label}", right, account)
+    findings.problems += verdicts.problems()
+    findings.notes += verdicts.explained
+    findings.figures["same"] = verdicts.same
+
+
+def lone_body(tokens: int, length: int = 40) -> dict[str, Any]:
+    return completion([100 + i % 800 for i in range(length)], tokens)
+
+
+def crowd_bodies(tokens: int) -> list[dict[str, Any]]:
+    return crew_bodies(tokens)[:4]
+
+
+async def under_way(accounts: Sequence[Account], tokens: int = 5) -> None:
+    while any(not account.ended and len(account.tokens) < tokens for account in accounts):
+        await asyncio.sleep(0.005)
+
+
+# ---------------------------------------------------------------- a stream that nobody keeps company
+async def lone(scene: Scene) -> Findings:
+    """One stream alone; its engine is killed whenever it has got so many tokens."""
+
+    async def every_few_tokens(server: Server, accounts: Sequence[Account]) -> int:
+        [account], deaths, mark = accounts, 0, STEP
+        while not account.ended:
+            if len(account.tokens) >= mark:
+                await end_engine(server, signal.SIGKILL)
+                deaths, mark = deaths + 1, len(account.tokens) + STEP
+            await asyncio.sleep(0.005)
+        return deaths
+
+    [expected] = await undisturbed_here(scene, [lone_body(scene.count(6000, 800))])
+    return await strike(scene, expected, every_few_tokens, "deaths")
+
+
+# ---------------------------------------------------------------- each stage of a start
+async def as_ready(scene: Scene) -> Findings:
+    """Each engine is killed as soon as it says that it is ready: at once, and a little later each time."""
+
+    async def at_the_door(server: Server, accounts: Sequence[Account]) -> int:
+        await under_way(accounts)
+        deaths = scene.count(20, 7)
+        for death in range(deaths):
+            await engine_up(server)
+            await asyncio.sleep(0.02 * (death % 4))
+            await end_engine(server, signal.SIGKILL)
+        return deaths
+
+    lone, crowd = await undisturbed_here(scene, [lone_body(2000)], crowd_bodies(1000))
+    findings = await strike(scene, lone, at_the_door, "deaths of a lone stream's engines")
+    if not scene.quick:
+        findings.add(await strike(scene, crowd, at_the_door, "deaths of a crowd's engines"))
+    return findings
+
+
+async def starts(scene: Scene) -> Findings:
+    """Each engine is killed while it starts, each a little further on than the one before, faster than the pause
+    between two starts grows; new work is refused meanwhile, and not one answer under way is lost."""
+    refused = Account({})
+
+    async def further_each_time(server: Server, accounts: Sequence[Account]) -> int:
+        await under_way(accounts)
+        began = await engine_up(server)
+        await end_engine(server, signal.SIGKILL)
+        took = max(1.0, await engine_up(server) - began)
+        deaths = scene.count(20, 10)
+        for death in range(deaths):
+            pid = await _newest(server)
+            await asyncio.sleep(took * 0.9 * death / deaths)
+            os.kill(pid, signal.SIGKILL)
+            await _gone(server, pid)
+            if death == 5:
+                await ask(server.port, lone_body(4), refused)
+        return deaths + 1
+
+    [expected] = await undisturbed_here(scene, crowd_bodies(scene.count(3000, 1000)))
+    findings = await strike(scene, expected, further_each_time, "deaths")
+    if refused.status != 503 or refused.ended - refused.started > 1:
+        findings.problems.append(f"new work wasn't refused at once, but got {refused.trouble()}")
+    return findings
+
+
+async def _newest(server: Server) -> int:
+    """The pid of the next engine, as soon as there is one; nothing of it has loaded yet."""
+    while (pid := await asyncio.to_thread(server.engine_pid)) is None:
+        await asyncio.sleep(0.005)
+    return pid
+
+
+async def _gone(server: Server, pid: int) -> None:
+    while await asyncio.to_thread(server.engine_pid) == pid:
+        await asyncio.sleep(0.005)
+
+
+# ---------------------------------------------------------------- each boundary of a row
+async def boundaries(scene: Scene) -> Findings:
+    """The first engines die at a chunk, a step or a resumed sequence, as often as a lone stream may survive it."""
+    faults = ["prefill:1*2", "prefill:2*2", "decode:1*2", "decode:2*9", "resume:1*9"]
+    return await _broken_at(scene, ["decode:2*5", "resume:1*5"] if scene.quick else faults, 60)
+
+
+async def last_token(scene: Scene) -> Findings:
+    """The engine dies just before, at and after the last step of a stream."""
+    tokens = 40
+    steps = (tokens,) if scene.quick else range(tokens - 1, tokens + 2)
+    return await _broken_at(scene, [f"decode:{step}*3" for step in steps], tokens)
+
+
+async def _broken_at(scene: Scene, places: Sequence[str], tokens: int) -> Findings:
+    """A stream alone, then a crowd, while engines die at each of these places."""
+    findings = Findings(scene.mode)
+    groups = await undisturbed_here(scene, [lone_body(tokens, length=300)], crowd_bodies(tokens))
+    for place in places:
+        for expected in groups:
+            # Without a first death in mid-answer no sequence would ever be resumed.
+            faults = f"kill@{place},kill@decode:20"
+            findings.add(await strike(scene, expected, _nothing, f"{len(expected)} at {place}", faults=faults))
+    return findings
+
+
+async def _nothing(server: Server, accounts: Sequence[Account]) -> int:
+    return 0
+
+
+# ---------------------------------------------------------------- in drain
+async def drain_death(scene: Scene) -> Findings:
+    """The engine dies after SIGTERM: what can end within the drain does, also if that takes another engine."""
+    [expected] = await undisturbed_here(scene, crowd_bodies(1000))
+    with scene.server(drain_seconds=60) as server:
+        family = process_tree.descendants(server.pid)
+        accounts = [Account(dict(right.body)) for right in expected]
+        tasks = [asyncio.create_task(ask(server.port, account.body, account)) for account in accounts]
+        await under_way(accounts)
+        server.process.send_signal(signal.SIGTERM)
+        for _ in range(2):
+            await end_engine(server, signal.SIGKILL)
+            await engine_up(server)
+        await asyncio.wait(tasks, timeout=120)
+        status = await asyncio.to_thread(server.process.wait, 30)
+    findings = Findings(scene.mode, {"exit code": status})
+    judge(findings, expected, accounts, "in drain")
+    findings.problems += leftovers(server, family)
+    return findings
+
+
+# ---------------------------------------------------------------- stopped, and going on
+async def paused(scene: Scene) -> Findings:
+    """Server and engine are stopped for a while, each and both; nothing is lost, and no engine that went on is
+    replaced. An idle engine that stays stopped is, before anybody pays the stall limit for it."""
+
+    async def one_after_the_other(server: Server, accounts: Sequence[Account]) -> int:
+        await under_way(accounts)
+        engine = await _newest(server)
+        for stopped in ([engine], [server.pid], [server.pid, engine]):
+            _signal(stopped, signal.SIGSTOP)
+            await asyncio.sleep(SHORT_PAUSE)
+            _signal(stopped, signal.SIGCONT)
+            await asyncio.sleep(0.5)
+        return 3
+
+    # Longer than either pause, shorter than all of them: the server must not take its own for the engine's.
+    options = {"stall_seconds": 1.5 * SHORT_PAUSE}
+    [expected] = await undisturbed_here(scene, crowd_bodies(scene.count(6000, 2000)))
+    findings = await strike(scene, expected, one_after_the_other, "pauses", **options)
+    if sum(findings.lost.values()):
+        findings.problems.append(f"engines were replaced that had only been stopped for {SHORT_PAUSE} s")
+    findings.add(await _stopped_idle(scene))
+    return findings
+
+
+def _signal(pids: Sequence[int], sign: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, sign)
+
+
+async def _stopped_idle(scene: Scene) -> Findings:
+    with scene.server() as server:
+        pid = await _newest(server)
+        os.kill(pid, signal.SIGSTOP)
+        stopped = monotonic()
+        while (await asyncio.to_thread(server.get, "/ready"))[0] == 200 and monotonic() < stopped + 60:
+            await asyncio.sleep(0.02)
+        unready = monotonic() - stopped
+        answer = await ask(server.port, lone_body(8))
+        took = monotonic() - stopped
+        findings = scene.findings(server, "stopped idle engines", 1)
+        start = await engine_up(server) - stopped
+    findings.figures |= {"not ready after s": unready, "answered after s": took}
+    if unready > 3.5 or not answer.ok or took > IDLE_LIMIT + max(10.0, start):
+        findings.problems.append(f"not ready after {unready:.1f} s, {answer.trouble()} after {took:.1f} s")
+    return findings
