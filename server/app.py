@@ -57,7 +57,8 @@ def create_app(served: Served) -> FastAPI:
 
 def serving(settings: Settings) -> Served:
     """All that serves the model of the settings. Raises StartupError when there is none or its files are broken."""
-    model, metrics = locate(settings), Metrics(CollectorRegistry())
+    model = locate(settings)
+    metrics = Metrics(CollectorRegistry())
     return assemble(settings, model, metrics, Supervisor(settings, model.path, metrics))
 
 
@@ -120,7 +121,8 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def not_routed(request: Request, error: HTTPException) -> Response:
         """Starlette's own: no such route, no such method."""
-        path, method = request.url.path[:200], request.method
+        path = request.url.path[:200]
+        method = request.method
         if error.status_code == 405:
             return refusal(request.scope, MethodNotAllowed(f"{path} doesn't take {method}"), error.headers)
         if error.status_code == 404:

@@ -92,7 +92,8 @@ def cache_arrays(caches: Iterable[object]) -> list[mx.array]:
     found: list[mx.array] = []
     seen: set[int] = set()
     groups: list[Iterable[Any]] = [list(caches)]
-    kinds, array = _KINDS, mx.array
+    kinds = _KINDS
+    array = mx.array
     for group in groups:
         for value in group:
             cls = type(value)
@@ -226,7 +227,8 @@ def census(caches: Iterable[object], known: Mapping[tuple[int, str, str], int] |
 
     `known` has earlier counts: a chain that is `DEEP` already keeps its count.
     """
-    layers, known = list(caches), known or {}
+    layers = list(caches)
+    known = known or {}
     if not is_pending(cache_arrays(layers)):
         return []
     return [
@@ -259,7 +261,8 @@ def _fields(layer: object) -> dict[tuple[str, str], list[mx.array]]:
             fields.setdefault((owner, path), []).append(value)
             continue
         if kind in (_PLAIN, _MIXED) and hasattr(type(value), "state"):
-            owner, path = type(value).__name__, ""
+            owner = type(value).__name__
+            path = ""
         queue.extend((part, owner, f"{path}.{name}" if path else name) for name, part in _attributes(value))
         queue.extend((item, owner, path) for item in _items(value))
     return fields

@@ -89,7 +89,8 @@ def parser() -> Parser:
 
 
 def _add_options(command: argparse.ArgumentParser, name: str) -> None:
-    command.usage, command.epilog = f"marathon {name} [options]", EPILOG
+    command.usage = f"marathon {name} [options]"
+    command.epilog = EPILOG
     command.add_argument("--config", metavar="FILE", help="TOML file with settings")
     for title, part in GROUPS.items():
         _add_settings(command.add_argument_group(title), part)
@@ -114,7 +115,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
 
 
 def _help(name: str, field: FieldInfo) -> str:
-    words, default = (field.description or "").replace("%", "%%"), field.default
+    words = (field.description or "").replace("%", "%%")
+    default = field.default
     if default in (None, [], ""):
         return words
     return f"{words} [{in_words(name, default)}]"
@@ -133,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(options: dict[str, Any]) -> int:
     """The exit code."""
-    command, config = options.pop("command"), options.pop("config", None)
+    command = options.pop("command")
+    config = options.pop("config", None)
     if command is None:
         parser().print_help()
         return 0

@@ -96,19 +96,27 @@ class RequestError(MarathonError):
 class InvalidValue(RequestError):
     """A field is missing, has the wrong type, or is out of range."""
 
-    status, type, code = 400, "invalid_request_error", "invalid_value"
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
 
 
 class UnsupportedParameter(RequestError):
     """A known field asks for something that isn't offered. Never ignored in silence."""
 
-    status, type, code, reason = 400, "invalid_request_error", "unsupported_parameter", "unsupported"
+    status = 400
+    type = "invalid_request_error"
+    code = "unsupported_parameter"
+    reason = "unsupported"
 
 
 class ContextLengthExceeded(RequestError):
     """Prompt and answer don't fit the model's context; the message names both numbers."""
 
-    status, type, code, reason = 400, "invalid_request_error", "context_length_exceeded", "context_length"
+    status = 400
+    type = "invalid_request_error"
+    code = "context_length_exceeded"
+    reason = "context_length"
 
     @classmethod
     def of(cls, tokens: int, context: int, *, at_least: bool = False) -> ContextLengthExceeded:
@@ -125,13 +133,19 @@ class ContextLengthExceeded(RequestError):
 class ExceedsMemory(RequestError):
     """The sequence could never run within the memory limit, even alone; the message names both numbers."""
 
-    status, type, code, reason = 400, "invalid_request_error", "memory_limit_exceeded", "memory_guard"
+    status = 400
+    type = "invalid_request_error"
+    code = "memory_limit_exceeded"
+    reason = "memory_guard"
 
 
 class InvalidApiKey(RequestError):
     """An API key is configured and the request has none or another."""
 
-    status, type, code, reason = 401, "authentication_error", "invalid_api_key", "auth"
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+    reason = "auth"
 
     def headers(self) -> dict[str, str]:
         return {"WWW-Authenticate": "Bearer"}
@@ -140,31 +154,42 @@ class InvalidApiKey(RequestError):
 class Forbidden(RequestError):
     """The Host or Origin header names a place that isn't allowed (DNS rebinding, cross-site requests)."""
 
-    status, type, code, reason = 403, "permission_error", "forbidden", "auth"
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+    reason = "auth"
 
 
 class ModelNotFound(RequestError):
     """The request names a model that isn't served."""
 
-    status, type, code = 404, "not_found_error", "model_not_found"
+    status = 404
+    type = "not_found_error"
+    code = "model_not_found"
 
 
 class UnknownUrl(RequestError):
     """No such route."""
 
-    status, type, code = 404, "not_found_error", "unknown_url"
+    status = 404
+    type = "not_found_error"
+    code = "unknown_url"
 
 
 class MethodNotAllowed(RequestError):
     """The route exists, the method doesn't."""
 
-    status, type, code = 405, "not_found_error", "method_not_allowed"
+    status = 405
+    type = "not_found_error"
+    code = "method_not_allowed"
 
 
 class RequestTimeout(RequestError):
     """The deadline that the request or the server set has passed; queue time counts."""
 
-    status, type, code = 408, "server_error", "timeout"
+    status = 408
+    type = "server_error"
+    code = "timeout"
 
     def headers(self) -> dict[str, str]:
         return {"x-should-retry": "false"}
@@ -173,13 +198,19 @@ class RequestTimeout(RequestError):
 class RequestTooLarge(RequestError):
     """The body is larger than the cap."""
 
-    status, type, code, reason = 413, "invalid_request_error", "request_too_large", "body_too_large"
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+    reason = "body_too_large"
 
 
 class UnsupportedMediaType(RequestError):
     """The body comes in a content coding or charset that isn't decoded; the message names it."""
 
-    status, type, code, reason = 415, "invalid_request_error", "unsupported_media_type", "unsupported"
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+    reason = "unsupported"
 
     def headers(self) -> dict[str, str]:
         return {"Accept-Encoding": "gzip, deflate"}
@@ -188,31 +219,45 @@ class UnsupportedMediaType(RequestError):
 class HeadTooLarge(RequestError):
     """The request's first line and headers are larger than the server takes."""
 
-    status, type, code, reason = 431, "invalid_request_error", "head_too_large", "body_too_large"
+    status = 431
+    type = "invalid_request_error"
+    code = "head_too_large"
+    reason = "body_too_large"
 
 
 class QueueFull(RequestError):
     """As many requests wait as may wait."""
 
-    status, type, code, reason = 429, "rate_limit_error", "queue_full", "queue_full"
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+    reason = "queue_full"
 
 
 class NotReady(RequestError):
     """No engine is up."""
 
-    status, type, code, reason = 503, "server_error", "not_ready", "not_ready"
+    status = 503
+    type = "server_error"
+    code = "not_ready"
+    reason = "not_ready"
 
 
 class Draining(RequestError):
     """The server is shutting down and takes no new work."""
 
-    status, type, code, reason = 503, "server_error", "draining", "shutdown"
+    status = 503
+    type = "server_error"
+    code = "draining"
+    reason = "shutdown"
 
 
 class InternalError(RequestError):
     """A fault of ours. The message carries no path and no traceback."""
 
-    status, type, code = 500, "server_error", "internal_error"
+    status = 500
+    type = "server_error"
+    code = "internal_error"
 
 
 class GenerationFailed(InternalError):

@@ -93,7 +93,8 @@ class Server(uvicorn.Server):
             gc.freeze()  # modules stay: a full collection would look through them for 40 ms while streams wait
             self._announce(await self._first_engine(self._supervisor))
         except StartupError as error:
-            self.failure, self.should_exit = error, True
+            self.failure = error
+            self.should_exit = True
         except (Draining, Ended):
             log.info("ended before the model was loaded")
         except Exception as error:  # a fault of the program must not leave a server that waits for ever

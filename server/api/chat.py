@@ -57,7 +57,9 @@ def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
     request = body.validate(ChatRequest, content)
     served.check_model(request.model)
     refusals.check_chat(request, served.settings)
-    tokenizer, wish, form = served.tokenizer, tools.read(request), response_format.read(request, served.settings)
+    tokenizer = served.tokenizer
+    wish = tools.read(request)
+    form = response_format.read(request, served.settings)
     prompt = render(tokenizer, request, wish, most_tokens(request, bounds))
     default = served.settings.default_max_tokens
     max_tokens = request.max_completion_tokens or request.max_tokens or predicted(request, default)

@@ -63,7 +63,8 @@ def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
     refusals.check_completion(request, served.settings)
     given = split(request.prompt)
     max_tokens = predicted(request, COMPLETION_TOKENS) if request.max_tokens is None else request.max_tokens
-    bos, most = request.add_special_tokens is not False, most_tokens(request, bounds)
+    bos = request.add_special_tokens is not False
+    most = most_tokens(request, bounds)
     whole = [tokenised(prompt, served.tokenizer, bounds, bos=bos, most=most) for prompt in given]
     prompts = [truncated(ids, request, bounds, max_tokens) for ids in whole]
     made = sequences(
@@ -77,7 +78,8 @@ def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
         grammar=_constraint(request, served, bounds),
     )
     stops = [stop for stop in request.stop or [] if stop]
-    shown, ends = request.shows_special, made[0].stop_ids
+    shown = request.shows_special
+    ends = made[0].stop_ids
     texts = [TextState(served.tokenizer, stops=stops, stop_ids=ends, chat=False, show_special=shown) for _ in made]
     read = [text if ids is all_ids else ids for text, ids, all_ids in zip(given, prompts, whole, strict=True)]
     shown_prompts = [_spelled(prompt, served.tokenizer) for prompt in read] if request.echo else []
@@ -185,7 +187,8 @@ class CompletionForm:
         return {"index": choice.index, "text": text, "logprobs": scores, "finish_reason": finish}
 
     def _new_lists(self) -> Lists:
-        count, spell = self.extras.top_logprobs or 0, self.extras.spelling(self.tokenizer)
+        count = self.extras.top_logprobs or 0
+        spell = self.extras.spelling(self.tokenizer)
         return Lists(self.tokenizer, count, spell, shows_special=self.shows_special)
 
     def _scores(self, choice: Choice) -> dict[str, Any]:

@@ -91,7 +91,9 @@ def routes(served: Served) -> APIRouter:
 
 def report(served: Served) -> dict[str, Any]:
     """Body of /health."""
-    supervisor, snapshot, known = served.supervisor, served.supervisor.snapshot, served.supervisor.known
+    supervisor = served.supervisor
+    snapshot = served.supervisor.snapshot
+    known = served.supervisor.known
     status = "ok" if supervisor.is_ready else "draining" if supervisor.draining else "not ready"
     return {
         "status": status,

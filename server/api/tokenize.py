@@ -115,7 +115,8 @@ def _understood(
 
 
 def encode(model: Model, request: TokenizeRequest, bounds: Bounds | None) -> bytes:
-    ids, tokenizer = _ids(request, model), model.tokenizer
+    ids = _ids(request, model)
+    tokenizer = model.tokenizer
     tokens = (_piece(token, tokenizer) for token in ids) if request.with_pieces else ids
     return to_json({
         "tokens": array(tokens),

@@ -48,7 +48,8 @@ from server.memory.residency import Off, Source
 
 RUN_SECONDS = 120.0
 BEYOND = 2  # a run to the limit is given up at so many times the predicted token
-EXIT_FAILED, EXIT_UNABLE = 1, 2
+EXIT_FAILED = 1
+EXIT_UNABLE = 2
 
 Tell = Callable[[str], None]
 
@@ -57,7 +58,8 @@ class Progress:
     """What has been played of all that is to be, and how long the rest will take at that speed."""
 
     def __init__(self, tell: Tell, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell, self._clock = tell, clock
+        self._tell = tell
+        self._clock = clock
         self._began = clock()
         self._parts: list[float] = []
         self._ended = 0  # parts
@@ -65,11 +67,13 @@ class Progress:
 
     def expect(self, *parts: float) -> None:
         """The sizes of the parts, in steps. The time runs from now."""
-        self._began, self._parts = self._clock(), list(parts)
+        self._began = self._clock()
+        self._parts = list(parts)
 
     def end_part(self) -> None:
         """The next begins."""
-        self._ended, self._now = self._ended + 1, 0.0
+        self._ended = self._ended + 1
+        self._now = 0.0
 
     def at(self, steps: float, line: str) -> None:
         """A part has come so far."""
@@ -93,7 +97,8 @@ def certify(order: Order, tell: Tell) -> Certificate:
         return _certify(order, tell)
     with tempfile.TemporaryDirectory() as folder:
         path = demonstration.write(Path(folder))
-        tokens, limit = order.tokens or demonstration.TOKENS, order.buffer_limit or demonstration.LIMIT
+        tokens = order.tokens or demonstration.TOKENS
+        limit = order.buffer_limit or demonstration.LIMIT
         return _certify(replace(order, path=str(path), tokens=tokens, buffer_limit=limit), tell)
 
 
@@ -174,7 +179,8 @@ def _to_the_end(
     plan: Plan, loaded: Loaded, source: Source, order: Order, progress: Progress
 ) -> tuple[Run, Death | None]:
     """mlx-lm's run; on to the limit if one was given and the count rises."""
-    limit, wanted = source.limit, order.buffer_limit is not None
+    limit = source.limit
+    wanted = order.buffer_limit is not None
 
     def ended(run: Run) -> bool:
         if run.step < plan.steps:
@@ -200,7 +206,8 @@ def _death(run: Run, steps: int, limit: int | None) -> Death | None:
 
 # ---------------------------------------------------------------- judging
 def _arm(name: str, run: Run, upto: int | None = None) -> Arm:
-    fit, size = run.fit(upto), run.fit_bytes(upto)
+    fit = run.fit(upto)
+    size = run.fit_bytes(upto)
     if run.failed or fit is None or size is None:
         return Arm(name, failed=run.failed or "too few readings")
     layers: dict[str, list[int]] = {}

@@ -215,7 +215,8 @@ def _arm_in_words(arm: Arm) -> str:
 
 
 def _death_in_words(one: Certificate) -> str:
-    death, rate = one.death, one.arms["mlx_lm"].buffers_a_token
+    death = one.death
+    rate = one.arms["mlx_lm"].buffers_a_token
     if death is None or rate is None:
         return "can't be said: no live-buffer count" if one.source == GRAPHS else "can't be said"
     if death.token is None:

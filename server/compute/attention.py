@@ -131,7 +131,8 @@ def difference(dtype: mx.Dtype, dim: int, heads: int, shared: int, scale: float,
             strict=True,
         )
     )
-    keys, values = keys[:, :, 3 : length + 3], values[:, :, 3 : length + 3]
+    keys = keys[:, :, 3 : length + 3]
+    values = values[:, :, 3 : length + 3]
     mask = mx.arange(length) >= mx.array([0, min(5, length - 1), length - 1]).reshape(3, 1, 1, 1)
     found = attend(queries, keys, values, mask, scale).astype(mx.float32)
     return float(mx.abs(found - plain(queries, keys, values, mask, scale)).max())

@@ -89,7 +89,9 @@ class Pulse:
     """The progress counter and the thread that reports it."""
 
     def __init__(self, seam: Seam, epoch: int, snapshot: Snapshot) -> None:
-        self._seam, self._epoch, self._snapshot = seam, epoch, snapshot
+        self._seam = seam
+        self._epoch = epoch
+        self._snapshot = snapshot
         self._stopped = threading.Event()
         self.count = 0
         self.stage = "starting"

@@ -57,11 +57,14 @@ class Pace:
         kind = _kind(size)
         own = self._kinds.setdefault(kind, _Measured(rate))
         own.rate = own.rate + MEMORY * (rate - own.rate) if own.sure else min(own.rate, rate)
-        own.times, own.passed_over = own.times + 1, 0
+        own.times = own.times + 1
+        own.passed_over = 0
         for longer in [other for length, other in self._kinds.items() if length > kind]:
             longer.passed_over += 1
             if longer.passed_over == longer.patience:  # it may have been unlucky: once more decides
-                longer.rate, longer.times, longer.patience = inf, 1, 2 * longer.patience
+                longer.rate = inf
+                longer.times = 1
+                longer.patience = 2 * longer.patience
 
     def seconds(self, size: int) -> float | None:
         """Expected time of a chunk, from the nearest length measured; None before the first."""

@@ -60,7 +60,8 @@ class Matcher:
         self._end = tokens - 1
         self._tree = allocate_token_bitmask(1, tokens)
         self._mask = np.zeros(-(-rows // 32), dtype=np.int32)
-        self._stops, self._ends = frozenset(stops), frozenset(ends)
+        self._stops = frozenset(stops)
+        self._ends = frozenset(ends)
 
     @property
     def _complete(self) -> bool:
@@ -79,7 +80,8 @@ class Matcher:
 
     def mask(self) -> np.ndarray[Any, Any]:
         """Packed int32 [words]; once the text is complete only what ends it is left. Raises ValueError as `accept`."""
-        mask, tree = self._mask, self._tree[0]
+        mask = self._mask
+        tree = self._tree[0]
         if self._complete:
             mask[:] = 0
         else:

@@ -25,7 +25,8 @@ class Durations:
 
     def enter(self, kind: str, size: int) -> None:
         """A chunk or a step begins."""
-        self._kind, self._entered = kind, f"{kind} {size}"
+        self._kind = kind
+        self._entered = f"{kind} {size}"
         self.is_first = self._entered not in self._known
         self.usual = _median(self._known.get(self._entered) or self._known.get(kind))
 

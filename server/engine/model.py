@@ -216,8 +216,10 @@ def _read_by_parts(
 ) -> list[list[mx.array]]:
     """Logits [V] of each prompt's last token after its other tokens were read in pieces of the sizes that `cut` gives,
     with the last pass taken apart, and left as it is. In the even way pieces of different sizes are read alone."""
-    singles, texts = [make_prompt_cache(model) for _ in prompts], [iter(prompt) for prompt in prompts]
-    everyone, shared = list(range(len(prompts))), []
+    singles = [make_prompt_cache(model) for _ in prompts]
+    texts = [iter(prompt) for prompt in prompts]
+    everyone = list(range(len(prompts)))
+    shared = []
     for sizes in zip(*(cut(len(prompt) - 1) for prompt in prompts), strict=True):
         pieces = [list(islice(text, size)) for text, size in zip(texts, sizes, strict=True)]
         if way == "padded" or len(set(sizes)) == 1:
@@ -273,7 +275,8 @@ def _distance(a: mx.array, b: mx.array) -> float:
 def row_cost(model: nn.Module) -> list[LayerCost]:
     """What each cache array of one row takes, from rows of 1 and 257 tokens after a decode step: an array whose shape
     grew holds positions; one that a `max_size` caps stops there; the rest is constant."""
-    short, long = _stepped(model, 1), _stepped(model, _PROBE_LENGTH)
+    short = _stepped(model, 1)
+    long = _stepped(model, _PROBE_LENGTH)
     mx.clear_cache()  # a buffer that is used again may be larger than asked for
     mx.eval(cache_arrays(short))  # of the longer row only the shapes matter, and a graph has them before it runs
     costs = []

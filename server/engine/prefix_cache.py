@@ -50,7 +50,8 @@ class PrefixCache:
 
     def __init__(self, budget: int, snapshot: Snapshot) -> None:
         """`budget` in bytes; 0 switches it off."""
-        self._budget, self._snapshot = budget, snapshot
+        self._budget = budget
+        self._snapshot = snapshot
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._bytes = 0
 

@@ -106,7 +106,8 @@ def answer(
 
     Raises InvalidValue that names the place in the request at fault.
     """
-    bodies, rules = [], []
+    bodies = []
+    rules = []
     if schema is not None:
         check(schema, param, prove)
         rule = json_rule(schema)
@@ -222,7 +223,10 @@ def _innermost(schema: Any, place: str, fault: str, prove: Prove) -> tuple[str, 
             if looks < 0:
                 break
             if inner := _fault(f"start: {json_rule(shared | part)}", prove):
-                schema, place, fault, found = part, place + name, inner, True
+                schema = part
+                place = place + name
+                fault = inner
+                found = True
                 break
     return place, fault
 

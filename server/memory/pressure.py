@@ -118,7 +118,8 @@ class _Ladder:
 
     def __init__(self, resource: str, rungs: Rungs) -> None:
         self.level = Level.CALM
-        self._resource, self._rungs = resource, rungs
+        self._resource = resource
+        self._rungs = rungs
         self._asked = -math.inf  # when a reclaim was last asked for
         self._reason = 0.0  # the reading that asked for it, until it's done
         self._harmless = 0.0  # up to such a reading a reclaim has left enough
@@ -127,14 +128,16 @@ class _Ladder:
     def ask(self, reading: Reading, now: float) -> Act | None:
         """Falls at once. A rise, and a level that lasts, asks for a reclaim."""
         ratio = reading.value / reading.limit
-        wanted, is_last = self._rungs.level(ratio, self.level), reading.value >= self.urgent(reading.limit)
+        wanted = self._rungs.level(ratio, self.level)
+        is_last = reading.value >= self.urgent(reading.limit)
         if self._resource == BYTES and not is_last:
             wanted = min(wanted, Level.HOLD)
         wait = self._wait(reading, is_last=is_last, is_rise=wanted > self.level)
         self.level = max(min(wanted, self.level), min(wanted, Level.RECLAIM))
         if wanted == Level.CALM or now - self._asked < wait:
             return None
-        self._asked, self._reason = now, reading.value
+        self._asked = now
+        self._reason = reading.value
         return self._due(Verb.RECLAIM, reading, wanted)
 
     def urgent(self, limit: float) -> float:
@@ -150,8 +153,10 @@ class _Ladder:
 
     def act(self, reading: Reading) -> Act | None:
         """What is left to do after a reclaim."""
-        before, ratio = self.level, reading.value / reading.limit
-        reason, self._reason = self._reason, 0.0
+        before = self.level
+        ratio = reading.value / reading.limit
+        reason = self._reason
+        self._reason = 0.0
         self._above = self._above + 1 if ratio >= self._rungs.rotate else 0
         self.level = self._rungs.level(ratio, before)
         if self._resource == BYTES:

@@ -126,12 +126,15 @@ class Residency:
         self.source = source
         self.memory_limit = memory_limit(settings.memory_limit)
         self.pressure = Pressure(clock())
-        self._snapshot, self._clock = snapshot, clock
-        self._buffers, self._bytes = Slope(), Slope()
+        self._snapshot = snapshot
+        self._clock = clock
+        self._buffers = Slope()
+        self._bytes = Slope()
         self._due = self._settled_time = -math.inf
         self._settled_steps = self._last_steps = -1
         self._growth = 0  # bytes that the next step takes
-        snapshot.memory_limit_bytes, snapshot.pool_limit_bytes = self.memory_limit, pool_limit()
+        snapshot.memory_limit_bytes = self.memory_limit
+        snapshot.pool_limit_bytes = pool_limit()
 
     @classmethod
     def open(cls, settings: Settings, snapshot: Snapshot) -> Residency:
@@ -153,7 +156,8 @@ class Residency:
         `growth` says what the step that follows will take: memory is given back before it's exceeded, not after.
         Returns what is due: hand a `reclaim` back through `reclaim`, do what else there is.
         """
-        now, active = self._clock(), mx.get_active_memory()
+        now = self._clock()
+        active = mx.get_active_memory()
         urgent = self.pressure.urgent_bytes(self.memory_limit)
         self._growth = growth() if active >= NEAR * urgent else 0
         if now < self._due and active + self._growth < urgent:
@@ -184,8 +188,10 @@ class Residency:
         """Drop the pool and take a settled reading."""
         mx.clear_cache()
         give_back()
-        snapshot, now = self._snapshot, self._clock()
-        self._settled_time, self._settled_steps = now, snapshot.steps
+        snapshot = self._snapshot
+        now = self._clock()
+        self._settled_time = now
+        self._settled_steps = snapshot.steps
         snapshot.live_raw = self.source.settled()
         if snapshot.live_raw is not None:
             self._note_settled(snapshot.live_raw, now)
@@ -193,13 +199,15 @@ class Residency:
 
     def spent_buffers(self) -> int | None:
         """The count, if there are next to none left: why the allocator has just refused one."""
-        raw, limit = self.source.raw(), self.source.limit
+        raw = self.source.raw()
+        limit = self.source.limit
         return raw if raw and limit and raw >= RUNGS[BUFFERS].rotate * limit else None
 
     # ------------------------------------------------------------ readings
     def _read(self, kv_bytes: int, now: float) -> None:
         snapshot = self._snapshot
-        snapshot.kv_bytes, snapshot.live_raw = kv_bytes, self.source.raw()
+        snapshot.kv_bytes = kv_bytes
+        snapshot.live_raw = self.source.raw()
         self.read_memory()
         known = kv_bytes + snapshot.kv_cached_bytes
         self._bytes.add(snapshot.generated_tokens, snapshot.active_bytes - known, now)
@@ -207,15 +215,19 @@ class Residency:
     def read_memory(self) -> None:
         """What MLX and the system say now; also for the loop, when it has just given some back."""
         snapshot = self._snapshot
-        snapshot.active_bytes, snapshot.pool_bytes = mx.get_active_memory(), mx.get_cache_memory()
-        snapshot.peak_bytes, snapshot.footprint_bytes = mx.get_peak_memory(), footprint()
+        snapshot.active_bytes = mx.get_active_memory()
+        snapshot.pool_bytes = mx.get_cache_memory()
+        snapshot.peak_bytes = mx.get_peak_memory()
+        snapshot.footprint_bytes = footprint()
 
     def _settle_if_due(self, now: float) -> bool:
         """Whether there is a settled reading from this turn: by the step count, once when idle, when the raw count
         looks high, and always where nothing pooled is counted."""
-        steps, raw = self._snapshot.steps, self._snapshot.live_raw
+        steps = self._snapshot.steps
+        raw = self._snapshot.live_raw
         since = steps - self._settled_steps
-        idle, self._last_steps = steps == self._last_steps, steps
+        idle = steps == self._last_steps
+        self._last_steps = steps
         if (
             since >= SETTLE_STEPS
             or (idle and since)
@@ -229,7 +241,8 @@ class Residency:
         return self._snapshot.live_settled is not None
 
     def _looks_high(self) -> bool:
-        raw, limit = self._snapshot.live_raw, self.source.limit
+        raw = self._snapshot.live_raw
+        limit = self.source.limit
         if raw is None or limit is None or not self.source.pooled:
             return False
         return RUNGS[BUFFERS].level(raw / limit, self.pressure.level) > Level.CALM
@@ -249,7 +262,8 @@ class Residency:
         return acts
 
     def _readings(self, fresh: bool) -> list[Reading]:
-        snapshot, readings = self._snapshot, []
+        snapshot = self._snapshot
+        readings = []
         if fresh and snapshot.live_settled is not None and self.source.limit is not None:
             rising = self._buffers.fit is not None and self._buffers.fit.rising
             readings.append(Reading(BUFFERS, snapshot.live_settled, self.source.limit, rising))
@@ -267,12 +281,14 @@ class Residency:
 
     def _publish_end(self, resource: str, slope: Slope, room: float) -> None:
         assert slope.fit is not None
-        tokens, pace = slope.fit.exhaustion(room), slope.tokens_per_second()
+        tokens = slope.fit.exhaustion(room)
+        pace = slope.tokens_per_second()
         self._snapshot.tokens_to_exhaustion[resource] = tokens
         self._snapshot.seconds_to_exhaustion[resource] = tokens / pace if pace else math.inf
 
     def _publish_level(self) -> None:
-        level, before = self.pressure.level, self._snapshot.pressure
+        level = self.pressure.level
+        before = self._snapshot.pressure
         self._snapshot.pressure = level.name.lower()
         if self._snapshot.pressure != before:
             log.log(logging.WARNING if level else logging.INFO, "pressure: %s, was %s", self._snapshot.pressure, before)

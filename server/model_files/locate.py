@@ -43,7 +43,8 @@ def at_hand(model: str) -> Located | None:
     try:
         if folder.is_dir():
             return _folder(folder)
-        there, link = folder.exists(), folder.is_symlink()
+        there = folder.exists()
+        link = folder.is_symlink()
     except OSError as error:
         raise StartupError(f"--model {model} can't be looked at: {error.strerror or error}") from None
     if there:

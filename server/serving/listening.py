@@ -87,7 +87,8 @@ def is_answered(family: int, address: Any) -> bool:
     BSD's SO_REUSEADDR lets 127.0.0.1 be bound beside 0.0.0.0, of which the more precise one then gets every connection;
     Linux refuses that by itself.
     """
-    host, port = _ANY.get(address[0], address[0]), address[1]
+    host = _ANY.get(address[0], address[0])
+    port = address[1]
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(1.0)
         return port != 0 and sock.connect_ex((host, port)) == 0

@@ -64,7 +64,8 @@ class Startup:
         """A line about the stage. Raises Ended when the start is given up, which ends work that says how far it is."""
         if self._ended:
             raise Ended
-        self._newest, self._said = line, self._clock()
+        self._newest = line
+        self._said = self._clock()
         log.info("%s", line)
 
     def give_up(self) -> None:

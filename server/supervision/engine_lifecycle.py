@@ -118,7 +118,9 @@ class Succession:
         """From spawn until nothing of the process is left. Returns the seconds to wait before the next."""
         self.epoch += 1
         self._life = Liveness(self._settings, self._stall, self._clock())
-        self._served, self._failure, self.ending = False, "", None
+        self._served = False
+        self._failure = ""
+        self.ending = None
         try:
             engine = self._spawn(self.epoch)
         except OSError as error:
@@ -144,7 +146,9 @@ class Succession:
 
     def _take_down(self) -> bool:
         """It's lost, and all that it said has been heard. True if it had been ready."""
-        was_ready, self.ready, self.link = self.ready is not None, None, None
+        was_ready = self.ready is not None
+        self.ready = None
+        self.link = None
         if self._latest is not None:
             self._latest.cancel()
         cause: Cause = self.ending if self.ending == "stall" or self.ending == "rotation" else "crash"
@@ -155,7 +159,8 @@ class Succession:
         for generation in self._roster.take_back(cause, planned=self.ending in ("rotation", "stop")):
             self._convict(generation)
         if self.snapshot is not None:
-            last, self.snapshot = self.snapshot, None
+            last = self.snapshot
+            self.snapshot = None
             for callback in self.on_engine_gone:
                 callback(last)
         return was_ready
@@ -364,7 +369,8 @@ class Succession:
         log.warning("engine %d %s and is killed", link.pid, overdue.words)
         self.ending = "stall"
         if self.ready is None:
-            self.ending, self._failure = "start", f"it {overdue.words}"
+            self.ending = "start"
+            self._failure = f"it {overdue.words}"
         self._roster.hold()
         self._act("kill_stalled", overdue.age, overdue.limit)
         if overdue.what == "stall" and self._stall.killed():

@@ -81,7 +81,10 @@ class Generation:
             return None
         delta = Delta(tokens, self.logprobs, self.finish, self.cached, self.prompt_logprobs)
         self.read += len(tokens)
-        self.logprobs, self.finish, self.cached, self.prompt_logprobs = [], None, None, None
+        self.logprobs = []
+        self.finish = None
+        self.cached = None
+        self.prompt_logprobs = None
         return delta
 
 
@@ -159,7 +162,8 @@ class Live:
         """Stops one choice; no further Delta for it. Idempotent."""
         generation = self.generations[index]
         self._keeper.release(generation)
-        generation.read, generation.finish = len(generation.generated), None
+        generation.read = len(generation.generated)
+        generation.finish = None
 
     async def read(self, timeout: float) -> list[tuple[int, Delta]]:
         """News of the choices, as (index, Delta); [] after `timeout` seconds of silence.

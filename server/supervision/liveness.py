@@ -54,7 +54,8 @@ class Liveness:
     # ---------------------------------------------------------------- what is seen of it
     def hear(self, now: float) -> None:
         """A message came, of whatever kind."""
-        self.heard, self.silent = now, False
+        self.heard = now
+        self.silent = False
 
     def is_ready(self, now: float) -> None:
         self.ready_at = self.moved = now
@@ -67,7 +68,8 @@ class Liveness:
         """Its own count of what it got done. True if that has risen."""
         if progress.count == self._count:
             return False
-        self._count, self.moved = progress.count, max(self.moved, now - progress.still)
+        self._count = progress.count
+        self.moved = max(self.moved, now - progress.still)
         return True
 
     def rest(self, now: float) -> None:

@@ -46,7 +46,9 @@ class Delivery:
         """Notes what `step` says of the rows that `running` still holds, and lets their readers look."""
         if len(step.seqs) != len(step.tokens):
             raise messages.TornFrame(f"{len(step.tokens)} tokens for {len(step.seqs)} rows")
-        now, asked, delivered = self._clock(), step.logprobs, 0
+        now = self._clock()
+        asked = step.logprobs
+        delivered = 0
         gaps: dict[float, int] = {}  # rows of a step nearly always share their last one, and so their gap
         for started in step.started:
             if (begun := running.get(started.seq)) is not None:
@@ -80,7 +82,8 @@ class Delivery:
             self._counts.recomputed(generation.cause, generation.length - started.cached)
         if not generation.started:
             generation.started = True
-            generation.cached, generation.prompt_logprobs = started.cached, started.prompt_logprobs
+            generation.cached = started.cached
+            generation.prompt_logprobs = started.prompt_logprobs
             self._counts.prompt(len(generation.sequence.prompt), started.cached)
 
     def _first_token(self, generation: Generation, now: float) -> None:

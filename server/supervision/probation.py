@@ -114,7 +114,8 @@ def _strike(generation: Returner, aboard: Iterable[Returner], age: float) -> Non
 
 
 def _clear(past: Past) -> None:
-    past.barren, past.shown = 0, False
+    past.barren = 0
+    past.shown = False
     past.lived = 0.0
 
 
@@ -125,12 +126,14 @@ def _is_convicted(generation: Returner, everyone: Iterable[Returner]) -> bool:
 
 
 def _sentence(generation: Returner) -> None:
-    past, tokens = generation.past, progress(generation)
+    past = generation.past
+    tokens = progress(generation)
     if tokens == 0:
         past.trial = max(past.trial, 1)
     elif past.trial or (past.deaths >= MANY_DEATHS and max(tokens, past.got) < LONGEST_TRIAL):
         past.trial = min(max(past.trial, tokens + 1), LONGEST_TRIAL)
-    past.got, past.mark = tokens, len(generation.generated)
+    past.got = tokens
+    past.mark = len(generation.generated)
 
 
 # ---------------------------------------------------------------- coming off

@@ -93,9 +93,11 @@ class Roster:
         """How many of them wouldn't have to wait."""
         if not self._feeding or self.waiting or self._tried:
             return 0
-        room, count = self._room(), 0
+        room = self._room()
+        count = 0
         for sequence in sequences:
-            length, unread = self._outlook.length(sequence, 0), len(sequence.prompt)
+            length = self._outlook.length(sequence, 0)
+            unread = len(sequence.prompt)
             if not room.admits_new(length, unread):
                 break
             room.take(length, unread)
@@ -186,9 +188,12 @@ class Roster:
     # ---------------------------------------------------------------- to the engine
     def feed(self, link: Link, capacity: Capacity) -> None:
         """This engine is ready for work."""
-        self._link, self._capacity, self._feeding = link, capacity, True
+        self._link = link
+        self._capacity = capacity
+        self._feeding = True
         self._fed = self._calm_since = self.clock()
-        self._snapshot, self._reclaimed = messages.Snapshot(), -math.inf
+        self._snapshot = messages.Snapshot()
+        self._reclaimed = -math.inf
         self.pump()
 
     def hold(self) -> None:
@@ -223,7 +228,8 @@ class Roster:
     def _room(self) -> Room:
         assert self._capacity is not None
         groups = self._snapshot.groups
-        held, needed = sum(g.kv_bytes for g in groups), sum(g.real_bytes for g in groups)
+        held = sum(g.kv_bytes for g in groups)
+        needed = sum(g.real_bytes for g in groups)
         return Room(
             self._capacity,
             map(self._planned, self.running.values()),
@@ -331,9 +337,12 @@ class Roster:
     # ---------------------------------------------------------------- the engine is gone
     def take_back(self, cause: Cause, *, planned: bool) -> list[Generation]:
         """The engine is lost: all that ran in it will be continued, except those returned, which have to end."""
-        lost, was_fed = list(self.running.values()), self._link is not None
+        lost = list(self.running.values())
+        was_fed = self._link is not None
         self.running.clear()
-        self._link, self._feeding, self._tried = None, False, None
+        self._link = None
+        self._feeding = False
+        self._tried = None
         if self._settling is not None:
             self._settling.cancel()
             self._settling = None

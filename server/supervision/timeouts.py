@@ -51,7 +51,8 @@ class Backoff:
     """Seconds to wait before the next start: none after a good life, twice as long after each bad one."""
 
     def __init__(self, first: float = 0.25, longest: float = 30.0) -> None:
-        self._first, self._longest = first, longest
+        self._first = first
+        self._longest = longest
         self._bad = 0
 
     def good(self) -> None:

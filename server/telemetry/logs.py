@@ -129,7 +129,8 @@ class StrayLines:
         self._real = os.dup(2)
         self._out = open(self._real, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
         root = logging.getLogger()
-        self._before, self._handler = list(root.handlers), handler("json", self._out)
+        self._before = list(root.handlers)
+        self._handler = handler("json", self._out)
         root.handlers[:] = [self._handler]
         ours, theirs = os.pipe()
         os.dup2(theirs, 2)

@@ -96,7 +96,9 @@ class Rate:
     """Events a second over the last `window` seconds; 0 once they have passed in silence."""
 
     def __init__(self, clock: Callable[[], float], window: float = 5.0, slot: float = 0.25) -> None:
-        self._clock, self._window, self._slot = clock, window, slot
+        self._clock = clock
+        self._window = window
+        self._slot = slot
         self._slots: deque[list[float]] = deque()  # [time of the first event, events]
 
     def add(self, events: float) -> None:

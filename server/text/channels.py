@@ -22,7 +22,8 @@ from server.text.tokens.control import NORMAL, REASONING, TOOL, Tags, Transition
 
 # Two more states, of answers that follow a grammar: before its text, which only a tag at the very beginning leaves for
 # another state, and inside, where nothing is a tag however it is spelled.
-OPENING, FORMED = "opening", "formed"
+OPENING = "opening"
+FORMED = "formed"
 
 
 class Watch:
@@ -75,7 +76,8 @@ class Watch:
 
 def _fallbacks(word: str) -> list[int]:
     """For each prefix the length of its longest proper ending that is a prefix, too (Knuth, Morris, Pratt)."""
-    lengths, matched = [0] * len(word), 0
+    lengths = [0] * len(word)
+    matched = 0
     for n in range(1, len(word)):
         while matched and word[n] != word[matched]:
             matched = lengths[matched - 1]
@@ -134,10 +136,12 @@ class Channels:
 
     def feed(self, text: str, *, hidden: bool = False) -> Iterator[Segment]:
         """Segments in order. Hidden text (a special token's) counts in tool calls, and is shown nowhere else."""
-        whole, shown = self._held + text, self._shown
+        whole = self._held + text
+        shown = self._shown
         if hidden or shown is not None:
             shown = [*(shown or [True] * len(self._held)), *[not hidden] * len(text)]
-        done, position = 0, len(self._held)
+        done = 0
+        position = len(self._held)
         self._open(whole)
         while found := self._watch.find(whole, position):
             position, tag = found
@@ -160,8 +164,10 @@ class Channels:
 
     def finish(self) -> Segment:
         """What was held back and now begins no tag any more."""
-        held, shown = self._held, self._shown
-        self._held, self._shown = "", None
+        held = self._held
+        shown = self._shown
+        self._held = ""
+        self._shown = None
         return Segment(self.state, self._readable(held, shown, 0, len(held)), "")
 
     def _readable(self, text: str, shown: list[bool] | None, start: int, end: int) -> str:

@@ -165,7 +165,8 @@ class TextState:
 
     # ---------------------------------------------------------------- tool calls
     def _in_block(self, segment: Segment) -> None:
-        form, text = self._tokenizer.tool_format, segment.text
+        form = self._tokenizer.tool_format
+        text = segment.text
         if form is None:
             return
         if self._doubt is not None:
@@ -201,7 +202,9 @@ class TextState:
 
     def _end_block(self, cut: bool) -> None:
         """The answer ends inside a block, or behind a closing tag that was in doubt."""
-        form, doubt, self._doubt = self._tokenizer.tool_format, self._doubt, None
+        form = self._tokenizer.tool_format
+        doubt = self._doubt
+        self._doubt = None
         tag = form.end if form and doubt else ""
         self._close_block(tag, whole=not cut)
         self._write(Content, self._content, doubt.text[len(tag) :] if doubt else "")
@@ -209,7 +212,8 @@ class TextState:
     def _close_block(self, tag: str, *, whole: bool = True, goes_on: bool = False) -> None:
         """The calls of a complete block; a block that is no call goes back to where it came from, tags and all.
         `goes_on`: the next block has begun."""
-        block, self._block = self._block, None
+        block = self._block
+        self._block = None
         assert block is not None
         ended = block.end(whole=whole)
         self.calls += block.calls
@@ -247,7 +251,8 @@ class TextState:
             self._pieces.append(kind(text))
 
     def _taken(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        self._pieces = []
         return pieces
 
 
@@ -261,7 +266,8 @@ class _Doubt:
     """
 
     def __init__(self, tag: str, opening: str) -> None:
-        self._tag, self._opening = tag, opening
+        self._tag = tag
+        self._opening = opening
         self._at = 0  # where something else than this tag and white space begins
         self.text = tag
 
@@ -333,7 +339,8 @@ class _Flow:
         return kept
 
     def _take_breaks(self) -> str:
-        breaks, self._breaks = self._breaks, ""
+        breaks = self._breaks
+        self._breaks = ""
         return breaks
 
 

@@ -42,8 +42,10 @@ def call_style(form: ToolFormat, tags: Tags) -> CallStyle | None:
         return CallStyle(before, after, tags.tag(harmony.CALL), joint=None)
     if not form.is_json:
         return None
-    start, end = tags.tag(form.start), tags.tag(form.end)
-    before, after = (*start, '\n{"name": '), (', "arguments": ',)
+    start = tags.tag(form.start)
+    end = tags.tag(form.end)
+    before = (*start, '\n{"name": ')
+    after = (', "arguments": ',)
     return CallStyle(before, after, ("}\n", *end), joint=("\n",), quotes=True)
 
 

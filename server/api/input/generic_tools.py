@@ -16,7 +16,8 @@ from server.text.tokenizer import Tokenizer, ToolFormat
 
 Tools = list[dict[str, Any]] | None
 
-START, END = "<tool_call>", "</tool_call>"
+START = "<tool_call>"
+END = "</tool_call>"
 PARSER = "json_tools"  # mlx-lm's name for calls of this form
 
 _INSTRUCTIONS = """You can call these functions:

@@ -50,8 +50,10 @@ class LargeRequests:
     def __init__(
         self, start: Callable[[], object], tokenizer: object, *, seconds: int = SECONDS, idle: float = IDLE_SECONDS
     ) -> None:
-        self._start_with, self._tokenizer = start, tokenizer
-        self._seconds, self._idle = seconds, idle
+        self._start_with = start
+        self._tokenizer = tokenizer
+        self._seconds = seconds
+        self._idle = idle
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="large")
         self._lock = threading.Lock()  # around the two below, which `close` takes from another thread
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,7 +121,8 @@ class LargeRequests:
             raise
         ours.settimeout(self._seconds + 2 * START_SECONDS)  # it ends itself sooner, unless it is stopped
         with self._lock:
-            self._process, self._socket = process, ours
+            self._process = process
+            self._socket = ours
             if self._closed:
                 process.kill()
         write(ours, (self._start_with(), self._seconds), b"")
@@ -127,7 +130,8 @@ class LargeRequests:
 
     def _end(self) -> None:
         with self._lock:
-            process, peer = self._process, self._socket
+            process = self._process
+            peer = self._socket
             self._process = self._socket = None
         if peer is not None:
             peer.close()
@@ -180,7 +184,8 @@ class Packer(pickle.Pickler):
 
     def __init__(self, file: IO[bytes], tokenizer: object) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._tokenizer, self._count = tokenizer, 0
+        self._tokenizer = tokenizer
+        self._count = 0
 
     def persistent_id(self, value: Any) -> object:
         if value is self._tokenizer:

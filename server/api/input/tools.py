@@ -58,7 +58,8 @@ class Constraint:
 def read(request: ChatRequest) -> Wish:
     """Raises for a choice that the tools don't allow."""
     tools: Offer = [(i, tool.function) for i, tool in enumerate(request.tools or []) if tool.function is not None]
-    choice, several = request.tool_choice, request.parallel_tool_calls is not False
+    choice = request.tool_choice
+    several = request.parallel_tool_calls is not False
     if not tools and choice not in (None, "none", "auto"):
         raise InvalidValue("tool_choice needs `tools`", param="tool_choice")
     if not several and tools:

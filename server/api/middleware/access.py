@@ -97,7 +97,10 @@ class Access:
     """Outermost middleware: nothing leaves without a request id, a count and, if wanted, a line in the log."""
 
     def __init__(self, app: ASGIApp, counts: Counts, lines: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._app, self._counts, self._lines, self._clock = app, counts, lines, clock
+        self._app = app
+        self._counts = counts
+        self._lines = lines
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

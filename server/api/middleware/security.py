@@ -48,7 +48,8 @@ class Names:
     def fault(self, scope: Scope) -> RequestError | None:
         """Why a request isn't let in."""
         headers = Headers(scope=scope)
-        hosts, origin = headers.getlist("host"), headers.get("origin")
+        hosts = headers.getlist("host")
+        origin = headers.get("origin")
         if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
             return InvalidValue(f"A request has one Host header; this one has {len(hosts) or 'none'}")
         host = "".join(hosts).lower()

@@ -117,7 +117,8 @@ class ChatForm:
         return self._head | {"object": "chat.completion", "choices": made, "usage": usage} | prompt
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        top, message = self._extras.top_logprobs, message_of(choice, thoughts=Reasoning not in self._hidden)
+        top = self._extras.top_logprobs
+        message = message_of(choice, thoughts=Reasoning not in self._hidden)
         if self._only_calls:
             message["content"] = None
         elif self._echo:

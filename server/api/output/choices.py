@@ -80,18 +80,21 @@ class Choice:
         return TokenLogprobs(found.logprob, sorted([(token, found.logprob), *found.top], key=lambda pair: -pair[1]))
 
     def take_ids(self) -> list[int]:
-        ids, self.ids = self.ids, []
+        ids = self.ids
+        self.ids = []
         return ids
 
     def take_scored(self) -> list[Scored]:
-        scored, self.scored = self.scored, []
+        scored = self.scored
+        self.scored = []
         return scored
 
 
 def joined(first: list[Piece], second: list[Piece]) -> list[Piece]:
     """Pieces in a row, with text at the seam made one: a last token and what it lets go are one chunk."""
     if first and second:
-        left, right = first[-1], second[0]
+        left = first[-1]
+        right = second[0]
         for kind in (Content, Reasoning):
             if isinstance(left, kind) and isinstance(right, kind):
                 return [*first[:-1], kind(left.text + right.text), *second[1:]]
@@ -107,7 +110,8 @@ class Reply:
             Choice(i, generation, text, keeps_ids=keeps_ids)
             for i, (generation, text) in enumerate(zip(live.generations, texts, strict=True))
         ]
-        self._keepalive, self._shown = keepalive, monotonic()
+        self._keepalive = keepalive
+        self._shown = monotonic()
 
     @property
     def _patience(self) -> float:

@@ -82,7 +82,9 @@ class Lists:
     def _advance(self, token: int) -> int:
         """Where the token's text begins, in characters. What is there of a character that it doesn't go on with is
         text of its own, before it."""
-        data, pending, begin = self._tokenizer.token_bytes(token), self._utf8.getstate()[0], self._offset
+        data = self._tokenizer.token_bytes(token)
+        pending = self._utf8.getstate()[0]
+        begin = self._offset
         if pending and data and not _is_utf8(pending + data[:1]):
             begin += len(pending.decode("utf-8", "replace"))
         self._offset += len(self._utf8.decode(data))

@@ -41,7 +41,8 @@ class Extras:
         options = request.stream_options
         usage = bool(options and options.include_usage)
         each = usage and bool(options and options.continuous_usage_stats)
-        ids, named = bool(request.return_token_ids), bool(request.return_tokens_as_token_ids)
+        ids = bool(request.return_token_ids)
+        named = bool(request.return_tokens_as_token_ids)
         return cls(top_logprobs, request.prompt_logprobs, bool(request.timings_per_token), ids, named, usage, each)
 
     def spelling(self, tokenizer: Tokenizer) -> Spelling:
@@ -83,9 +84,11 @@ class Extras:
 def timings(choice: Choice) -> dict[str, float]:
     """How long the prompt and the tokens so far have taken, in llama.cpp's words. An answer's time begins with its
     first token, so that one has no speed yet."""
-    times, drawn = choice.generation, choice.text.tokens
+    times = choice.generation
+    drawn = choice.text.tokens
     read = len(choice.sequence.prompt) - choice.cached
-    prompt, answer = times.first - times.submitted, times.last - times.first
+    prompt = times.first - times.submitted
+    answer = times.last - times.first
     return {
         "cache_n": choice.cached,
         "prompt_n": read,

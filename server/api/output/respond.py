@@ -126,7 +126,8 @@ def sign_of_life(reply: Reply) -> bytes:
 
 async def unless_left(http: Request, work: Coroutine[Any, Any, None]) -> bool:
     """Does the work unless the client leaves first; False if it did."""
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(http))
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(http))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():

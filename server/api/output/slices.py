@@ -17,7 +17,8 @@ encode = msgspec.json.Encoder().encode
 
 def array(entries: Iterable[object]) -> msgspec.Raw:
     """The array as JSON, to be put into what is encoded around it. `entries` may be made as they are read."""
-    left, slices = iter(entries), []
+    left = iter(entries)
+    slices = []
     while part := list(islice(left, SLICE)):
         slices.append(encode(part)[1:-1])
     return msgspec.Raw(b"[" + b",".join(slices) + b"]")

@@ -66,7 +66,8 @@ class EventStream(EventSourceResponse):
     async def _listen_for_exit_signal_with_grace(self) -> None:
         left = 0
         while (now := time.monotonic()) - self._progress < self._patience:
-            before, left = left, self._unsent()
+            before = left
+            left = self._unsent()
             if left < before and self._progress < now:
                 self._progress = now
             await anyio.sleep(self._patience / 4)

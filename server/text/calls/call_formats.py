@@ -62,7 +62,8 @@ def ends_in_value(form: ToolFormat, text: str, tools: list[dict[str, Any]] | Non
 def _read_several(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
     """Reads blocks with their tags between them; the first one has lost its opening tag."""
     parts: Parts = []
-    opening, behind = "", text
+    opening = ""
+    behind = text
     while behind:
         block, closing, behind = behind.partition(form.end)
         parts += read(form, block, tools, whole=True) or [opening + block + closing]

@@ -87,7 +87,8 @@ class Reader:
 
     def bare(self, ends: str) -> str:
         """The text up to one of these characters, wherever brackets and quotes are closed. Raises Cut without one."""
-        start, open_ = self.at, 0
+        start = self.at
+        open_ = 0
         while self.at < len(self._text):
             char = self._text[self.at]
             if not open_ and char in ends:

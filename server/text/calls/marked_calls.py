@@ -63,7 +63,8 @@ class Reading:
                 break
             else:
                 ahead = self._structure.search(self._text, at + 1)
-                start, at = at, ahead.start() if ahead else len(self._text)
+                start = at
+                at = ahead.start() if ahead else len(self._text)
                 loose += self._text[start:at]
         else:  # no end
             self.open = self.open or not self._ends_with_block
@@ -84,7 +85,8 @@ class Reading:
 
     def _argument(self, match: re.Match[str], values: dict[str, Value], parameters: Parameters) -> int:
         """Notes one argument, and returns where it ends."""
-        key, start = _unquoted(match["key"]), match.end()
+        key = _unquoted(match["key"])
+        start = match.end()
         end, behind = self._end(start, lambda other: other not in {key, *values} and parameters.declare(other))
         if end >= 0 or self._whole:
             text = self._text[start : end if end >= 0 else None]
@@ -111,7 +113,8 @@ class Reading:
     def _close(self, start: int) -> tuple[re.Match[str] | None, bool]:
         """The tag that closes a value, and whether all that the value opens itself is closed before. Only a tag with
         structure behind it counts."""
-        depth, first = 0, None
+        depth = 0
+        first = None
         for match in self._borders.finditer(self._text, start):
             if match["cdata"]:
                 continue

@@ -93,7 +93,8 @@ class Reading:
 
     def _value(self, reader: Reader) -> Value:
         """Raises Cut."""
-        start, ends = reader.at, "," + self._notation.closing
+        start = reader.at
+        ends = "," + self._notation.closing
         try:
             literal = reader.value()
             text = self._text[start : reader.at]

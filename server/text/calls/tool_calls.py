@@ -125,9 +125,12 @@ class Block:
         match = self._head.match(self._tail)
         if match is None:
             if len(self._tail) > _LONGEST_HEAD:  # a call, but not one that can be told early; or no more calls
-                self._head, self._tail = None, ""
+                self._head = None
+                self._tail = ""
             return ""
-        rest, self._tail, self._object = self._tail[match.end() :], "", _Object()
+        rest = self._tail[match.end() :]
+        self._tail = ""
+        self._object = _Object()
         self._parts.clear()
         pieces.append(self._begin(_name(match), match.groupdict().get("id")))
         return rest

@@ -175,7 +175,8 @@ def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str
 def _probe(attempt: Callable[[Form, list[Message]], str], form: Form, said: list[Message], tail: str) -> str:
     """The same prompt with something else in place of its `tail`, so that what differs is where that stands; "" if it
     can't be told so."""
-    last, content = said[-1], said[-1]["content"]
+    last = said[-1]
+    content = said[-1]["content"]
     text = content[0]["text"] if isinstance(content, list) else content
     other = text.removesuffix(tail) + PROBE
     changed = last | {"content": [{"type": "text", "text": other}] if isinstance(content, list) else other}

@@ -24,7 +24,8 @@ def fit(messages: Iterable[Message], able: Abilities, shield: Shield) -> list[Me
     """The same conversation in messages that a template takes, typed text shielded."""
     said = turns(messages, shield)
     front = next((n for n, turn in enumerate(said) if turn.role != "system"), len(said))
-    systems, rest = said[:front], said[front:]
+    systems = said[:front]
+    rest = said[front:]
     arranged = _opened(systems, _folded(rest, able), able)
     apart = [part for turn in arranged for part in _apart(turn, able)]
     merged = [_one(run) for run in _runs(apart, lambda first, second: _must_join(first, second, able))]

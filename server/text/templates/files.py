@@ -22,7 +22,8 @@ log = logging.getLogger("marathon")
 def chat_template(folder: Path, own: Mapping[str, Any]) -> str | dict[str, str] | None:
     """The template, or several by name; None where transformers finds them itself, or there is none. `own`: what
     tokenizer_config.json says."""
-    named, files = _named(own.get("chat_template")), _files(folder)
+    named = _named(own.get("chat_template"))
+    files = _files(folder)
     if DEFAULT in (files or named) and files.get(DEFAULT, "x").strip():
         return None  # transformers reads the files, or if there are none what tokenizer_config.json says
     found = named | {name: source for name, source in files.items() if source.strip()}

@@ -14,7 +14,8 @@ from typing import Any
 _WORD = "x"
 _CALL = {"id": "callabcde", "type": "function", "function": {"name": _WORD, "arguments": {_WORD: _WORD}}}
 _TOOL = {"type": "function", "function": {"name": _WORD, "description": _WORD, "parameters": {"type": "object"}}}
-_USER, _ANSWER = {"role": "user", "content": _WORD}, {"role": "assistant", "content": _WORD}
+_USER = {"role": "user", "content": _WORD}
+_ANSWER = {"role": "assistant", "content": _WORD}
 _RESULT = {"role": "tool", "content": _WORD, "name": _WORD, "tool_call_id": _CALL["id"]}
 _SAMPLES: list[list[dict[str, Any]]] = [
     [_USER, _ANSWER, _USER],

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping
 from server.grammar.build import Tag
 
 # What an answer's characters can be, by mlx-lm's names, and which tag leads from each to which other.
-NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
+NORMAL = "normal"
+REASONING = "reasoning"
+TOOL = "tool"
 Transitions = Mapping[str, tuple[tuple[str, str], ...]]
 
 _FIRST_MARK = 0xD800  # lone surrogates never come out of UTF-8; there are 2,048, and a model has a handful of tags

@@ -45,7 +45,9 @@ class History:
     def __init__(self, encode: Encode, cuts: Mapping[int, str], longest: int) -> None:
         """`cuts`: special tokens before which a text may be cut, by id; `longest`: characters of the longest added
         token, since what begins before a difference may end behind it."""
-        self._encode, self._cuts, self._longest = encode, cuts, longest
+        self._encode = encode
+        self._cuts = cuts
+        self._longest = longest
         self._texts: list[_Text] = []
         self._lock = Lock()
 
@@ -94,7 +96,8 @@ def may_cut(encode: Encode, special: str, token: int) -> bool:
     """Whether what stands before this special token has the ids that it has alone, and the rest too."""
     for before, after in (("Hello there", " friend, 1 2"), ("a \n ", "\n\nb "), ("…", "é")):
         whole = encode(f"{special}{before}{special}{after}")
-        head, tail = encode(f"{special}{before}"), encode(f"{special}{after}")
+        head = encode(f"{special}{before}")
+        tail = encode(f"{special}{after}")
         width = len(special) + len(before)
         if whole != (head[0] + tail[0], head[1] + [end + width for end in tail[1]]) or tail[0][:1] != [token]:
             return False
@@ -103,7 +106,8 @@ def may_cut(encode: Encode, special: str, token: int) -> bool:
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """Length of the longest common beginning; slices are compared, so that long texts cost little."""
-    low, high = 0, min(len(a), len(b))
+    low = 0
+    high = min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:

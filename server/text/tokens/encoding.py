@@ -81,7 +81,8 @@ class Encoder:
         """`markers`: added tokens that are control although they aren't special."""
         self._tokenizer = tokenizer
         self._control = (vocabulary.special | markers) - {tokenizer.unk_token_id}
-        added, control = tokenizer.added_tokens_decoder, vocabulary.special | markers
+        added = tokenizer.added_tokens_decoder
+        control = vocabulary.special | markers
         self._entries = {i: entry for i, entry in added.items() if i in control}
         self._ids = {entry.content: i for i, entry in self._entries.items()}
         self.control = frozenset(self._ids)

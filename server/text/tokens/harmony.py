@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from server.text.tokens.control import NORMAL, REASONING, TOOL, Transitions
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-CONSTRAIN, END, CALL = "<|constrain|>", "<|end|>", "<|call|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+CONSTRAIN = "<|constrain|>"
+END = "<|end|>"
+CALL = "<|call|>"
 TO = " to=functions."
 HEADER = "header"  # the state in front of a message's text
 TAGS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL)

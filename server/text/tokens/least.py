@@ -26,7 +26,8 @@ class Least:
 
     def __init__(self, backend: Any, spellings: Callable[[], Iterable[bytes]]) -> None:
         """`spellings`: the bytes of every token that there is."""
-        self._backend, self._spellings = backend, spellings
+        self._backend = backend
+        self._spellings = spellings
 
     def tokens(self, text: str) -> int:
         """No encoding of `text` has fewer; 0 where that can't be said."""

@@ -37,7 +37,8 @@ class Border:
     """
 
     def __init__(self, pattern: str, across: bytes, gap: str, heads: Iterable[str], tails: Iterable[str]) -> None:
-        self.pattern, self.across = pattern, re.compile(across)
+        self.pattern = pattern
+        self.across = re.compile(across)
         self._samples = [(head, gap, tail) for head in heads for tail in tails]
 
     def holds(self, encode: Callable[[str], Measured]) -> bool:
@@ -77,7 +78,8 @@ class Cuts:
 
     def __init__(self, backend: Any, spellings: Callable[[], Iterable[bytes]]) -> None:
         """`spellings`: the bytes of every token that there is."""
-        self._backend, self._spellings = backend, spellings
+        self._backend = backend
+        self._spellings = spellings
 
     @cached_property
     def pattern(self) -> re.Pattern[str] | None:
