@@ -1,8 +1,8 @@
 """Attention of single tokens under a mask: `python -m loadtests.attention [--rows 8 32] [--lengths 128 1024 8192]`.
 
-On CUDA only. First compares the kernel of `server.attention` with plain arithmetic over types, head sizes and lengths;
-then times a chain of sixteen such attentions, as a model of sixteen layers has them, against MLX's own way: in turn,
-host and device together, medians of pairs. Prints a table; its exit code is 0 when every result agrees and the
+On CUDA only. First compares the kernel of `server.compute.attention` with plain arithmetic over types, head sizes and
+lengths; then times a chain of sixteen such attentions, as a model of sixteen layers has them, against MLX's own way: in
+turn, host and device together, medians of pairs. Prints a table; its exit code is 0 when every result agrees and the
 kernel is nowhere slower than `--bar` times MLX's.
 """
 

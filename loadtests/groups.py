@@ -1,8 +1,8 @@
 """One long row beside eight short ones, in process: what an iteration costs, and what its caches hold.
 
-`python -m loadtests.groups --model FOLDER` measures the engine's own batches (`server.groups`, `server.batching`)
-without HTTP and prints its rounds as JSON; `loadtests.speed` holds them to their bars. Blocks of steps of the four
-arrangements follow each other in random order; an iteration's time is the median of its block.
+`python -m loadtests.groups --model FOLDER` measures the engine's own batches (`server.engine.groups`,
+`server.batching`) without HTTP and prints its rounds as JSON; `loadtests.speed` holds them to their bars. Blocks of
+steps of the four arrangements follow each other in random order; an iteration's time is the median of its block.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ KIND = {name: kind for kind, name in ROOMS}
 ORDER = {name: place for place, (_, name) in enumerate(ROOMS)}
 MAY_IMPORT = {"S": "SB", "E": "EB", "B": "B"}
 PULL_MLX_IN = {"text/tokenizer", "model_files/hub"}  # for what mlx-lm knows of files; each pins MLX to the CPU first
+PYTHON = ("server", "loadtests", "scripts", "tests")
 MOST_FILES = 25  # in a folder
 MOST_AT_THE_TOP = 12
 
@@ -124,6 +125,28 @@ def test_no_folder_is_crowded():
 def test_each_room_says_what_it_is():
     packages = (ROOT / "server").rglob("__init__.py")
     assert [path.as_posix() for path in packages if not ast.get_docstring(ast.parse(path.read_text("utf-8")))] == []
+
+
+def named_modules(text: str) -> set[str]:
+    """Modules that prose, command lines and scripts within strings speak of."""
+    return set(re.findall(r"(?:-m |^\"?from |`)((?:server|loadtests|scripts)(?:\.[a-z_0-9]+)+)", text, re.MULTILINE))
+
+
+def test_modules_that_are_spoken_of_exist():
+    texts = [*(path for folder in PYTHON for path in (ROOT / folder).rglob("*.py")), *(ROOT / "docs").glob("*.md")]
+    for path in (*texts, *ROOT.glob("*.md"), ROOT / "Makefile"):
+        for name in named_modules(path.read_text(encoding="utf-8")):
+            module = ROOT / name.replace(".", "/")
+            found = module.is_dir() or module.with_suffix(".py").is_file() or is_member(name)
+            assert found, f"{path.relative_to(ROOT)} speaks of {name}"
+
+
+def is_member(name: str) -> bool:
+    """Tell whether `name` is something that its module defines."""
+    module, _, member = name.rpartition(".")
+    path = ROOT / module.replace(".", "/")
+    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    return any(re.search(rf"\b{member}\b", file.read_text(encoding="utf-8")) for file in files)
 
 
 def dependencies() -> set[str]:

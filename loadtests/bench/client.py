@@ -1,7 +1,7 @@
 """The client: many streamed requests at once, at a few microseconds a chunk.
 
-`python -m loadtests.client` reads one `Order` a line and answers each with one line of `Stream`s. It is a process of
-its own, so that it doesn't share an interpreter with what it measures. One thread, one event loop, bare sockets: a
+`python -m loadtests.bench.client` reads one `Order` a line and answers each with one line of `Stream`s. It is a process
+of its own, so that it doesn't share an interpreter with what it measures. One thread, one event loop, bare sockets: a
 chunk is counted where it arrives and never parsed; only the end of an answer is read as JSON. It never touches MLX.
 
 Connections are opened before the load begins, as a client with a pool would have them.

@@ -1,8 +1,8 @@
 """The yardstick: the same work on mlx-lm's BatchGenerator, called directly.
 
-`python -m loadtests.raw --model FOLDER --rows N` reads one `Order` a line and answers each with one line of
-`Stream`s, as `loadtests.client` does. Its main thread is the only one and does nothing but call `next()`: no HTTP, no
-text, prompts tokenised before the clock starts. End tokens are ignored, as the servers are told to.
+`python -m loadtests.bench.raw --model FOLDER --rows N` reads one `Order` a line and answers each with one line of
+`Stream`s, as `loadtests.bench.client` does. Its main thread is the only one and does nothing but call `next()`: no
+HTTP, no text, prompts tokenised before the clock starts. End tokens are ignored, as the servers are told to.
 """
 
 from __future__ import annotations

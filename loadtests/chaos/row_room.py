@@ -1,4 +1,4 @@
-"""How many bytes a memory limit must have for so many rows: `python -m loadtests.room MODEL ROWS LENGTH`.
+"""How many bytes a memory limit must have for so many rows: `python -m loadtests.chaos.row_room MODEL ROWS LENGTH`.
 
 A process of its own, because it loads the model; prints one number. Uses the server's own arithmetic.
 """

@@ -1,7 +1,8 @@
 """One request and all that its client sees of the answer, token by token.
 
 Owns the connection while the answer comes. Runs on the event loop of a load test; the answer is parsed as it arrives,
-so this is for tests that read the text, not for those that measure throughput (`loadtests.client`). It judges nothing.
+so this is for tests that read the text, not for those that measure throughput (`loadtests.bench.client`). It judges
+nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny random-weight models of the families in `loadtests.families`, for tests and soaks.
+"""Tiny random-weight models of the families in `loadtests.zoo.families`, for tests and soaks.
 
 Builds them through mlx-lm's own classes, so that their caches, and their leaks, are the real ones. Runs in whatever
 process asks (tests, load tests); the server never imports it. Weights are float32 and seeded: the same name gives the

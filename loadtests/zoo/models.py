@@ -1,6 +1,6 @@
 """The models that speed is measured on: random weights, written to folders.
 
-`python -m loadtests.models NAME FOLDER` writes one; it runs in a child process, so that the load tests themselves
+`python -m loadtests.zoo.models NAME FOLDER` writes one; it runs in a child process, so that the load tests themselves
 never touch MLX. Small ones are the zoo's; the large ones are drawn in bfloat16 on the device.
 
 Every token must show: a client can only time what has text. So the vocabulary is filled up with made-up words where

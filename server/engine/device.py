@@ -1,8 +1,8 @@
 """What this machine's device is and can hold.
 
-Owns the facts about the device that `Ready` carries and that `marathon check` prints (`python -m server.device`).
-Runs in the engine process's main thread, or as a short-lived process of its own: the server process never creates a
-device.
+Owns the facts about the device that `Ready` carries and that `marathon check` prints
+(`python -m server.engine.device`). Runs in the engine process's main thread, or as a short-lived process of its own:
+the server process never creates a device.
 """
 
 from __future__ import annotations

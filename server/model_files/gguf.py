@@ -1,8 +1,9 @@
 """A GGUF file of the Llama architecture → an MLX model folder.
 
-Run as a child process of its own (`python -P -m server.gguf SOURCE FOLDER`), so that neither server nor engine ever
-holds the weights twice. Keeps the quantised values of the file: MLX reads Q4_1 and Q8_0 into its own layout without
-rounding, so nothing is quantised again. Only what the starter model needs: one architecture, one kind of tokenizer.
+Run as a child process of its own (`python -P -m server.model_files.gguf SOURCE FOLDER`), so that neither server nor
+engine ever holds the weights twice. Keeps the quantised values of the file: MLX reads Q4_1 and Q8_0 into its own layout
+without rounding, so nothing is quantised again. Only what the starter model needs: one architecture, one kind of
+tokenizer.
 """
 
 from __future__ import annotations

