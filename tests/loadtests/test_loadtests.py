@@ -379,7 +379,7 @@ def test_a_worker_answers_lines_and_ends_with_its_input(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_a_failure_and_not_a_wait(tmp_path: Path) -> None:
     with Worker("loadtests.bench.client", log=tmp_path / "log") as worker:
         os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(Failed, match=r"loadtests\.client"):
+        with pytest.raises(Failed, match=r"loadtests.bench.client"):
             worker.ask(to_line(Order([])), 10)
 
 

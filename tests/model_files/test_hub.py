@@ -27,7 +27,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 SILENT_SECONDS = 0.6
 ASK = f"""
 import json, sys, time
-from server import hub
+from server.model_files import hub
 from server.errors import StartupError
 hub.ANSWER_SECONDS = {SILENT_SECONDS}
 time.sleep = lambda seconds: None  # the hub's client waits between its attempts
