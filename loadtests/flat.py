@@ -29,10 +29,10 @@ from server.certify.certificate import Agreement
 from server.certify.replay import EVERY, Gauge, Plan, Run, play, play_mlx_lm
 from server.config.cache_folder import COUNTERS, cache_folder
 from server.engine import model
-from server.engine.model import Loaded
+from server.engine.model import LoadedModel
 from server.memory import native_count
-from server.memory.allocator import Unavailable
-from server.memory.residency import Source
+from server.memory.allocator import CountUnavailable
+from server.memory.residency import CountSource
 
 FAMILIES = [
     *("llama", "gemma3_text", "gpt_oss", "qwen3_5", "qwen3_next", "falcon_h1", "nemotron_h", "mamba2"),
@@ -111,7 +111,7 @@ def rate(family: str) -> float:
 class Stage:
     """Where families are played. `tell` hears of what is under way."""
 
-    source: Source
+    source: CountSource
     plan: Plan
     arms: Sequence[str]
     folder: Path
@@ -125,7 +125,7 @@ class Stage:
             # its leak is the one that the guard has to hold.
             self._play(family, made_to_batch(loaded), report, ledger, forced=True)
 
-    def _play(self, family: str, loaded: Loaded, report: Report, ledger: Ledger, *, forced: bool = False) -> None:
+    def _play(self, family: str, loaded: LoadedModel, report: Report, ledger: Ledger, *, forced: bool = False) -> None:
         name = f"{family}, made to batch" if forced else family
         runs: dict[str, Run] = {}
         for arm in self.arms:
@@ -141,19 +141,19 @@ class Stage:
         if "guard" in runs and loaded.batches and not forced:
             report.failures += agree(name, agreement.compare(loaded))
 
-    def _run(self, arm: str, loaded: Loaded) -> Run:
+    def _run(self, arm: str, loaded: LoadedModel) -> Run:
         gauge = Gauge(self.source)
         if arm == "mlx_lm":
             return play_mlx_lm(self.plan, loaded, gauge)
         return play(self.plan, loaded, gauge, guard=arm == "guard")
 
 
-def load(family: str, folder: Path) -> Loaded:
+def load(family: str, folder: Path) -> LoadedModel:
     path = zoo.write(family, folder / family)
     return model.load(path, trust_remote_code=False, probe=None, on_stage=lambda stage: None)
 
 
-def made_to_batch(loaded: Loaded) -> Loaded:
+def made_to_batch(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, probe=msgspec.structs.replace(loaded.probe, batching="batched"))
 
 
@@ -223,7 +223,7 @@ def main() -> int:
     arms = {"on": ("guard",), "off": ("off",)}.get(arguments.guard, arguments.arms)
     try:
         source = native_count.open_count(cache_folder() / COUNTERS, None)
-    except Unavailable as reason:
+    except CountUnavailable as reason:
         print(f"no live-buffer count: {reason}", file=sys.stderr)
         return 2
     report = Report()

@@ -27,7 +27,7 @@ from server.cache_guard import Caches, Guard, cache_arrays
 from server.compute.rows import Row
 from server.engine.executor import Executor
 from server.engine.groups import Groups
-from server.engine.model import Loaded, load
+from server.engine.model import LoadedModel, load
 from server.engine.plan import Operation, Result, Step, follow
 from server.engine.prefix_cache import PrefixCache
 from server.ipc.messages import Sampling, Sequence, Snapshot
@@ -51,7 +51,7 @@ class Arrangements:
     """Freshly arranged rows on one model. What their caches hold is random: reading 20,000 tokens takes minutes, and
     neither time nor bytes of a step depend on it."""
 
-    def __init__(self, loaded: Loaded, long: int) -> None:
+    def __init__(self, loaded: LoadedModel, long: int) -> None:
         self._loaded = loaded
         self._guard = Guard(True, 256, Snapshot())
         self._read = {length: self._filled(length - 1) for length in (long, SHORT)}

@@ -20,20 +20,20 @@ from starlette.responses import Response
 
 import server
 from server.api import chat, completions, health, models, openapi, tokenize
-from server.api.context import Served
+from server.api.context import AppContext
 from server.api.input import generic_tools
 from server.api.middleware.access import Access, Heads, refusal
 from server.api.middleware.security import Cors, Keys, Names, any_port, read_keys
-from server.errors import InvalidValue, MethodNotAllowed, RequestError, UnknownUrl
+from server.errors import InvalidValue, MethodError, RequestError, UnknownUrl
 from server.metrics import Metrics
-from server.model_files.locate import Located, locate
+from server.model_files.locate import ModelLocation, locate
 from server.settings import Settings, is_loopback
 from server.supervision.caffeinate import while_busy
 from server.supervision.supervisor import Supervisor
 from server.text.tokenizer import Tokenizer
 
 
-def create_app(served: Served) -> FastAPI:
+def create_app(served: AppContext) -> FastAPI:
     """The application that serves `served`. Raises StartupError for a key file that gives no key."""
     app = FastAPI(
         title="Marathon",
@@ -55,21 +55,21 @@ def create_app(served: Served) -> FastAPI:
     return app
 
 
-def serving(settings: Settings) -> Served:
+def serving(settings: Settings) -> AppContext:
     """All that serves the model of the settings. Raises StartupError when there is none or its files are broken."""
     model = locate(settings)
     metrics = Metrics(CollectorRegistry())
     return assemble(settings, model, metrics, Supervisor(settings, model.path, metrics))
 
 
-def assemble(settings: Settings, model: Located, metrics: Metrics, supervisor: Supervisor) -> Served:
+def assemble(settings: Settings, model: ModelLocation, metrics: Metrics, supervisor: Supervisor) -> AppContext:
     """The same of parts that are there already."""
     tokenizer = Tokenizer.load(model.path, trust_remote_code=settings.trust_remote_code)
     created = int((model.path / "config.json").stat().st_mtime)
-    return Served(settings, model.name, created, generic_tools.with_format(tokenizer), supervisor, metrics)
+    return AppContext(settings, model.name, created, generic_tools.with_format(tokenizer), supervisor, metrics)
 
 
-def lifespan(served: Served) -> Callable[[FastAPI], Any]:
+def lifespan(served: AppContext) -> Callable[[FastAPI], Any]:
     """Engine and worker thread live as long as the application."""
 
     @asynccontextmanager
@@ -92,7 +92,7 @@ def lifespan(served: Served) -> Callable[[FastAPI], Any]:
 
 
 # ---------------------------------------------------------------- what every request passes
-def _add_middleware(app: FastAPI, served: Served) -> None:
+def _add_middleware(app: FastAPI, served: AppContext) -> None:
     """From the inside out: HEAD, keys, CORS (so that browsers may read a 401), names, the record of the request."""
     settings = served.settings
     app.add_middleware(Heads)
@@ -124,7 +124,7 @@ def _add_handlers(app: FastAPI) -> None:
         path = request.url.path[:200]
         method = request.method
         if error.status_code == 405:
-            return refusal(request.scope, MethodNotAllowed(f"{path} doesn't take {method}"), error.headers)
+            return refusal(request.scope, MethodError(f"{path} doesn't take {method}"), error.headers)
         if error.status_code == 404:
             return refusal(request.scope, UnknownUrl(f"There is no {path} here"))
         return refusal(request.scope, InvalidValue(str(error.detail)))

@@ -22,7 +22,7 @@ from server.compute.columns import KV, Column, Inputs, Penalties, in_cache_order
 from server.compute.laps import Laps
 from server.compute.logprobs import LogprobColumn, PendingScores
 from server.compute.masks import Failures, MaskColumn, Masks
-from server.compute.rows import Drawn, Model, Row, on_host
+from server.compute.rows import Model, Row, StepOutput, on_host
 from server.compute.sampling import Sampler
 from server.ipc.messages import Finish, TokenLogprobs
 
@@ -157,10 +157,10 @@ class Batch:
         self._history = []
 
     # ------------------------------------------------------------ the step
-    def step(self) -> Drawn:
+    def step(self) -> StepOutput:
         """Submit the next step of all rows and read the one before it.
 
-        Faults of single rows come back in `Drawn.failed`; an exception is a fault of the forward pass, and the
+        Faults of single rows come back in `StepOutput.failed`; an exception is a fault of the forward pass, and the
         caches are then in no known state.
         """
         inputs = self._inputs.ids
@@ -187,7 +187,7 @@ class Batch:
         self._laps.lap("read")
         return news
 
-    def tell(self) -> Drawn:
+    def tell(self) -> StepOutput:
         """Read the newest tokens now and not with the next step, which then has nothing to report.
 
         For first tokens: a chunk of another row's prompt may stand before the next step.
@@ -224,7 +224,7 @@ class Batch:
         return drawn
 
     # ------------------------------------------------------------ reading
-    def _read(self, inputs: mx.array, scores: PendingScores, failed: Failures) -> Drawn:
+    def _read(self, inputs: mx.array, scores: PendingScores, failed: Failures) -> StepOutput:
         tokens: list[int] = on_host(inputs)
         found = scores.read()
         logprobs = {seq: found[seq] for seq in self.seqs if seq in found}  # other rows' went with them
@@ -236,7 +236,7 @@ class Batch:
         news.failed += [(row, why) for row, why in failed if row.seq not in ended]
         return news
 
-    def _read_all(self, tokens: list[int], logprobs: dict[int, TokenLogprobs]) -> Drawn:
+    def _read_all(self, tokens: list[int], logprobs: dict[int, TokenLogprobs]) -> StepOutput:
         self._history.append(tokens)
         if len(self._history) >= FLUSH_STEPS:
             self._flush()
@@ -244,9 +244,9 @@ class Batch:
         ended: list[tuple[Row, Finish]] = []
         if self._until <= 0 or not self._stops.isdisjoint(tokens):
             ended = self._ends(range(len(tokens)), tokens)
-        return Drawn(self.seqs, tokens, ended, logprobs)
+        return StepOutput(self.seqs, tokens, ended, logprobs)
 
-    def _read_unknown(self, tokens: list[int], logprobs: dict[int, TokenLogprobs]) -> Drawn:
+    def _read_unknown(self, tokens: list[int], logprobs: dict[int, TokenLogprobs]) -> StepOutput:
         """As `_read_all`, while some inputs are tokens that were read before."""
         read = self._inputs.unknown()
         self._inputs.known = []
@@ -255,7 +255,7 @@ class Batch:
             self.rows[i].tokens.append(tokens[i])
         self._until = min(row.sequence.max_tokens - row.produced for row in self.rows)
         ended = self._ends(read, tokens)
-        return Drawn([self.seqs[i] for i in read], [tokens[i] for i in read], ended, logprobs)
+        return StepOutput([self.seqs[i] for i in read], [tokens[i] for i in read], ended, logprobs)
 
     def _ends(self, read: Many[int], tokens: list[int]) -> list[tuple[Row, Finish]]:
         ended: list[tuple[Row, Finish]] = []

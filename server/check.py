@@ -19,7 +19,7 @@ from server.api.middleware.security import read_keys
 from server.config.cache_folder import cache_folder
 from server.config.sources import Sources
 from server.errors import StartupError
-from server.model_files.locate import Located, locate
+from server.model_files.locate import ModelLocation, locate
 from server.model_files.weights import weight_files
 from server.settings import EngineSettings, Limits, Logs, Serving, Settings, in_words
 from server.text.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
     return {"marathon": server.__version__, "python": python, **{name: version(name) for name in LIBRARIES}}
 
 
-def facts_of(model: Located, tokenizer: Tokenizer) -> dict[str, Any]:
+def facts_of(model: ModelLocation, tokenizer: Tokenizer) -> dict[str, Any]:
     """What the model's files say, and the sampling values that a request without its own gets."""
     form = tokenizer.tool_format
     return {

@@ -7,13 +7,13 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
     └── RequestError                  has status, type, code, param; rendered as an HTTP answer or as an SSE event
         ├── InvalidValue              400  a field has a value that it can't have
         ├── UnsupportedParameter      400  the field is known, but what it asks for isn't offered
-        ├── ContextLengthExceeded     400  the prompt doesn't fit the context
+        ├── ContextLengthError     400  the prompt doesn't fit the context
         ├── ExceedsMemory             400  the sequence could never fit the memory limit, even alone
         ├── InvalidApiKey             401
         ├── Forbidden                 403  foreign Origin or Host
         ├── ModelNotFound             404
         ├── UnknownUrl                404
-        ├── MethodNotAllowed          405
+        ├── MethodError          405
         ├── RequestTimeout            408  the request's own deadline passed
         ├── RequestTooLarge           413
         ├── UnsupportedMediaType      415  a content coding or charset that isn't decoded
@@ -22,7 +22,7 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
         ├── NotReady                  503  no engine
         ├── Draining                  503  shutting down
         └── InternalError             500
-            └── GenerationFailed      500  this generation can't be continued; retrying would repeat it
+            └── GenerationError      500  this generation can't be continued; retrying would repeat it
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class UnsupportedParameter(RequestError):
     reason = "unsupported"
 
 
-class ContextLengthExceeded(RequestError):
+class ContextLengthError(RequestError):
     """Prompt and answer don't fit the model's context; the message names both numbers."""
 
     status = 400
@@ -119,7 +119,7 @@ class ContextLengthExceeded(RequestError):
     reason = "context_length"
 
     @classmethod
-    def of(cls, tokens: int, context: int, *, at_least: bool = False) -> ContextLengthExceeded:
+    def of(cls, tokens: int, context: int, *, at_least: bool = False) -> ContextLengthError:
         """For a prompt of so many tokens, or `at_least` so many: what can't fit isn't counted to its end."""
         count = f"at least {tokens}" if at_least else str(tokens)
         return cls(
@@ -176,7 +176,7 @@ class UnknownUrl(RequestError):
     code = "unknown_url"
 
 
-class MethodNotAllowed(RequestError):
+class MethodError(RequestError):
     """The route exists, the method doesn't."""
 
     status = 405
@@ -260,7 +260,7 @@ class InternalError(RequestError):
     code = "internal_error"
 
 
-class GenerationFailed(InternalError):
+class GenerationError(InternalError):
     """This generation ended with an error and retrying would repeat it."""
 
     code = "generation_failed"

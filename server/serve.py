@@ -28,7 +28,7 @@ from server.model_files.locate import at_hand
 from server.serving.entrance import Entrance
 from server.serving.http_connection import Protocol
 from server.serving.listening import listen
-from server.serving.startup import Ended, Startup
+from server.serving.startup import Startup, StartupInterrupt
 from server.settings import Settings
 from server.supervision.supervisor import Supervisor
 from server.telemetry import logs
@@ -95,7 +95,7 @@ class Server(uvicorn.Server):
         except StartupError as error:
             self.failure = error
             self.should_exit = True
-        except (Draining, Ended):
+        except (Draining, StartupInterrupt):
             log.info("ended before the model was loaded")
         except Exception as error:  # a fault of the program must not leave a server that waits for ever
             log.exception("the start failed")

@@ -127,6 +127,15 @@ def test_each_room_says_what_it_is():
     assert [path.as_posix() for path in packages if not ast.get_docstring(ast.parse(path.read_text("utf-8")))] == []
 
 
+def test_no_class_name_stands_for_two_things():
+    where: dict[str, set[str]] = {}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, set()).add(name)
+    assert {name: places for name, places in where.items() if len(places) > 1} == {}
+
+
 def named_modules(text: str) -> set[str]:
     """Modules that prose, command lines and scripts within strings speak of."""
     return set(re.findall(r"(?:-m |^\"?from |`)((?:server|loadtests|scripts)(?:\.[a-z_0-9]+)+)", text, re.MULTILINE))

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.context import Model, Served
+from server.api.context import AppContext, ServedModel
 from server.api.input import body, generic_tools, refusals, response_format, tools
 from server.api.input.members import unknown
 from server.api.input.schema import ChatRequest
@@ -25,7 +25,7 @@ from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.output.chat import ChatForm
 from server.api.output.options import Extras
-from server.api.output.respond import Prepared, respond
+from server.api.output.respond import PreparedRequest, respond
 from server.api.output.schema import ChatCompletion, ChatCompletionChunk
 from server.text.detokenizer import TextState
 from server.text.tokenizer import ChatPrompt, Tokenizer
@@ -33,7 +33,7 @@ from server.text.tokenizer import ChatPrompt, Tokenizer
 ENDPOINT = "chat"
 
 
-def routes(served: Served, prefix: str) -> APIRouter:
+def routes(served: AppContext, prefix: str) -> APIRouter:
     router = APIRouter(prefix=prefix, tags=["generation"])
 
     @router.post(
@@ -52,7 +52,7 @@ def routes(served: Served, prefix: str) -> APIRouter:
     return router
 
 
-def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
+def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequest:
     """Bytes → sequences. Raises RequestError that names the field at fault."""
     request = body.validate(ChatRequest, content)
     served.check_model(request.model)
@@ -88,11 +88,11 @@ def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
     follows = {"follows": True, "reasons": constraint.reasons} if constraint else {}
     spelled = {"rows": bounds.vocabulary, "stop_ids": made[0].stop_ids}
     texts = [_text(request, wish, prompt, tokenizer, **spelled, **follows) for _ in made]
-    return Prepared(request, made, texts, _form(request, wish, served), unknown(request))
+    return PreparedRequest(request, made, texts, _form(request, wish, served), unknown(request))
 
 
-def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish, most: int | None = None) -> ChatPrompt:
-    """The conversation as the model reads it. Raises ContextLengthExceeded where it's far longer than `most` tokens."""
+def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.ToolOptions, most: int | None = None) -> ChatPrompt:
+    """The conversation as the model reads it. Raises ContextLengthError where it's far longer than `most` tokens."""
     messages, offered = generic_tools.rewritten(tokenizer, spoken(request.messages), wish.for_template)
     return tokenizer.chat(
         messages,
@@ -105,7 +105,9 @@ def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.Wish, most: i
     )
 
 
-def _text(request: ChatRequest, wish: tools.Wish, prompt: ChatPrompt, tokenizer: Tokenizer, **more: Any) -> TextState:
+def _text(
+    request: ChatRequest, wish: tools.ToolOptions, prompt: ChatPrompt, tokenizer: Tokenizer, **more: Any
+) -> TextState:
     return TextState(
         tokenizer,
         stops=[stop for stop in request.stop or [] if stop],
@@ -126,7 +128,7 @@ def _earlier_calls(request: ChatRequest) -> Iterator[str]:
             yield message.tool_call_id
 
 
-def _form(request: ChatRequest, wish: tools.Wish, served: Model) -> ChatForm:
+def _form(request: ChatRequest, wish: tools.ToolOptions, served: ServedModel) -> ChatForm:
     head = {
         "id": "chatcmpl-" + secrets.token_hex(12),
         "object": "chat.completion.chunk",

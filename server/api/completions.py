@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.context import Model, Served
+from server.api.context import AppContext, ServedModel
 from server.api.input import body, refusals, response_format
 from server.api.input.members import unknown
 from server.api.input.schema import CompletionRequest, Prompt
@@ -25,7 +25,7 @@ from server.api.openapi import body as documented
 from server.api.output.choices import Choice
 from server.api.output.logprobs import Lists, merged
 from server.api.output.options import Extras, usage_so_far
-from server.api.output.respond import Prepared, respond
+from server.api.output.respond import PreparedRequest, respond
 from server.api.output.schema import TextCompletion
 from server.api.output.sse import event
 from server.errors import InvalidValue
@@ -37,7 +37,7 @@ from server.text.tokenizer import Tokenizer
 ENDPOINT = "completions"
 
 
-def routes(served: Served, prefix: str) -> APIRouter:
+def routes(served: AppContext, prefix: str) -> APIRouter:
     router = APIRouter(prefix=prefix, tags=["generation"])
 
     @router.post(
@@ -56,7 +56,7 @@ def routes(served: Served, prefix: str) -> APIRouter:
     return router
 
 
-def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
+def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequest:
     """Bytes → sequences. Raises RequestError that names the field at fault."""
     request = body.validate(CompletionRequest, content)
     served.check_model(request.model)
@@ -84,10 +84,10 @@ def prepare(served: Model, content: bytes, bounds: Bounds) -> Prepared:
     read = [text if ids is all_ids else ids for text, ids, all_ids in zip(given, prompts, whole, strict=True)]
     shown_prompts = [_spelled(prompt, served.tokenizer) for prompt in read] if request.echo else []
     form = _form(request, served, [prompt for prompt in shown_prompts for _ in range(request.n or 1)])
-    return Prepared(request, made, texts, form, unknown(request))
+    return PreparedRequest(request, made, texts, form, unknown(request))
 
 
-def _constraint(request: CompletionRequest, served: Model, bounds: Bounds) -> Grammar | None:
+def _constraint(request: CompletionRequest, served: ServedModel, bounds: Bounds) -> Grammar | None:
     form = response_format.read(request, served.settings)
     if form is None:
         return None
@@ -106,7 +106,7 @@ def split(prompt: Prompt) -> list[str | list[int]]:
 def tokenised(
     prompt: str | list[int], tokenizer: Tokenizer, bounds: Bounds, *, bos: bool = True, most: int | None = None
 ) -> list[int]:
-    """Ids; text gets the model's begin token if `bos`, ids are taken as they are. Raises ContextLengthExceeded for a
+    """Ids; text gets the model's begin token if `bos`, ids are taken as they are. Raises ContextLengthError for a
     text that is far longer than `most` tokens.
 
     Whoever writes a bare prompt writes all of it: what spells a control token is one, as templates rendered by the
@@ -123,7 +123,7 @@ def _spelled(prompt: str | list[int], tokenizer: Tokenizer) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)
 
 
-def _form(request: CompletionRequest, served: Model, prompts: list[str]) -> CompletionForm:
+def _form(request: CompletionRequest, served: ServedModel, prompts: list[str]) -> CompletionForm:
     head = {
         "id": "cmpl-" + secrets.token_hex(12),
         "object": "text_completion",

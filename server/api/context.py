@@ -2,7 +2,7 @@
 
 Owns the choice where a body is parsed, checked, templated and tokenised: the shortest ones on the event loop, most in
 one worker thread, so that the loop goes on reading the seam, and large ones in a process of their own, since a thread
-would hold the interpreter. `Served` runs on the event loop, `Model` in all three places.
+would hold the interpreter. `AppContext` runs on the event loop, `ServedModel` in all three places.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from server.api.input.large_requests import LARGE_BYTES, LargeRequests
 from server.errors import InvalidValue, ModelNotFound, NotReady, StartupError
-from server.grammar.checker import Prover
+from server.grammar.checker import Checker
 from server.ipc.messages import Ready
 from server.metrics import Metrics
 from server.settings import Settings
@@ -54,7 +54,7 @@ def within_depth(work: Callable[..., Result], *arguments: object) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How another process makes the same `Model`."""
+    """How another process makes the same `ServedModel`."""
 
     settings: str  # as JSON, without the API keys
     name: str
@@ -63,14 +63,14 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     """The served model, and what it takes to understand requests for it."""
 
     settings: Settings
     name: str  # the model's id
     created: int
     tokenizer: Tokenizer
-    prover: Prover = field(default_factory=Prover, kw_only=True)
+    prover: Checker = field(default_factory=Checker, kw_only=True)
     build: str = field(default_factory=lambda: build(), kw_only=True)  # tells answers of different versions apart
 
     @property
@@ -91,7 +91,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Served(Model):
+class AppContext(ServedModel):
     """The served model and all that serves it."""
 
     supervisor: Supervisor
@@ -123,7 +123,7 @@ class Served(Model):
 
     async def prepare(self, work: Callable[..., Result], content: bytes, *more: object) -> Result:
         """`work(self, content, *more)`: what a request's body asks for. `work` is a function of a module, and gets a
-        `Model`; it and what it gives must be fit to be pickled.
+        `ServedModel`; it and what it gives must be fit to be pickled.
 
         Handing a body to the worker thread costs more than a short text takes; a schema may take long, however short
         it is.

@@ -12,14 +12,14 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import server
-from server.api.context import Served
+from server.api.context import AppContext
 from server.api.openapi import errors
 from server.api.output.sse import encode
 from server.errors import Draining, NotReady
 from server.metrics import CONTENT_TYPE
 
 
-def routes(served: Served) -> APIRouter:
+def routes(served: AppContext) -> APIRouter:
     router = APIRouter(tags=["health"])
     supervisor = served.supervisor
 
@@ -89,7 +89,7 @@ def routes(served: Served) -> APIRouter:
     return router
 
 
-def report(served: Served) -> dict[str, Any]:
+def report(served: AppContext) -> dict[str, Any]:
     """Body of /health."""
     supervisor = served.supervisor
     snapshot = served.supervisor.snapshot

@@ -10,12 +10,12 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from server.api.context import Served
+from server.api.context import AppContext
 from server.api.openapi import errors
-from server.api.output.schema import Model, ModelList
+from server.api.output.schema import ModelCard, ModelList
 
 
-def routes(served: Served, prefix: str) -> APIRouter:
+def routes(served: AppContext, prefix: str) -> APIRouter:
     router = APIRouter(prefix=prefix, tags=["models"])
 
     def card(name: str) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def routes(served: Served, prefix: str) -> APIRouter:
         """The served model and its aliases."""
         return {"object": "list", "data": [card(name) for name in [served.name, *served.settings.model_alias]]}
 
-    @router.get("/models/{id:path}", response_model=Model, responses=errors(404))
+    @router.get("/models/{id:path}", response_model=ModelCard, responses=errors(404))
     async def get_model(id: str) -> Any:
         """One model, by any name under which it answers; names may contain slashes."""
         served.check_model(id)

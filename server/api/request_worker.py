@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from server import settings
-from server.api.context import Model, Recipe, within_depth
+from server.api.context import Recipe, ServedModel, within_depth
 from server.api.input import generic_tools
 from server.api.input.large_requests import START_SECONDS, Packer, read
-from server.api.output.respond import Prepared
+from server.api.output.respond import PreparedRequest
 from server.errors import InternalError, RequestError
 from server.telemetry import logs
 from server.telemetry.footprint import footprint, give_back
@@ -32,18 +32,18 @@ GROWN_BYTES = 256 << 20  # memory beyond what it had at first: then this answer 
 log = logging.getLogger("marathon.api")
 
 
-def loaded(recipe: Recipe) -> Model:
+def loaded(recipe: Recipe) -> ServedModel:
     chosen = settings.from_json(recipe.settings)
     logs.configure(chosen.log_level, chosen.log_format, "large requests")
     tokenizer = Tokenizer.load(recipe.folder, trust_remote_code=chosen.trust_remote_code)
-    return Model(chosen, recipe.name, recipe.created, generic_tools.with_format(tokenizer))
+    return ServedModel(chosen, recipe.name, recipe.created, generic_tools.with_format(tokenizer))
 
 
-def outcome(model: Model, work: Callable[..., Any], content: bytes, more: Sequence[object]) -> tuple[str, Any]:
+def outcome(model: ServedModel, work: Callable[..., Any], content: bytes, more: Sequence[object]) -> tuple[str, Any]:
     """What came of one request: a result, or the error that refuses it."""
     try:
         result = within_depth(work, model, content, *more)
-        return "done", result.lean() if isinstance(result, Prepared) else result
+        return "done", result.lean() if isinstance(result, PreparedRequest) else result
     except RequestError as error:
         return "failed", error
     except Exception:

@@ -14,14 +14,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.chat import render
-from server.api.context import Model, Served
+from server.api.context import AppContext, ServedModel
 from server.api.input import body, refusals, tools
 from server.api.input.members import unknown
 from server.api.input.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
 from server.api.input.sequences import Bounds
 from server.api.openapi import body as documented
 from server.api.openapi import errors
-from server.api.output.schema import Counted, Rendered, Text, Tokens
+from server.api.output.schema import DetokenizeAnswer, InputTokensAnswer, TemplateAnswer, TokenizeAnswer
 from server.api.output.slices import array
 from server.api.output.slices import encode as to_json
 from server.errors import InvalidValue
@@ -32,12 +32,12 @@ Asked = TypeVar("Asked", TokenizeRequest, TemplateRequest, DetokenizeRequest, Ch
 CHAT_FIELDS = ("messages", *Rendering.model_fields)
 
 
-def routes(served: Served) -> APIRouter:
+def routes(served: AppContext) -> APIRouter:
     router = APIRouter(tags=["tokens"])
 
     @router.post(
         "/tokenize",
-        response_model=Tokens,
+        response_model=TokenizeAnswer,
         responses=errors(400, 404, 413, 415),
         openapi_extra=documented(TokenizeRequest),
     )
@@ -47,7 +47,7 @@ def routes(served: Served) -> APIRouter:
 
     @router.post(
         "/apply-template",
-        response_model=Rendered,
+        response_model=TemplateAnswer,
         responses=errors(400, 404, 413, 415),
         openapi_extra=documented(TemplateRequest),
     )
@@ -57,7 +57,7 @@ def routes(served: Served) -> APIRouter:
 
     @router.post(
         "/detokenize",
-        response_model=Text,
+        response_model=DetokenizeAnswer,
         response_model_exclude_unset=True,
         responses=errors(400, 404, 413, 415),
         openapi_extra=documented(DetokenizeRequest),
@@ -74,12 +74,12 @@ def routes(served: Served) -> APIRouter:
     return router
 
 
-def counting(served: Served, prefix: str) -> APIRouter:
+def counting(served: AppContext, prefix: str) -> APIRouter:
     router = APIRouter(prefix=prefix, tags=["tokens"])
 
     @router.post(
         "/chat/completions/input_tokens",
-        response_model=Counted,
+        response_model=InputTokensAnswer,
         responses=errors(400, 404, 413, 415),
         openapi_extra=documented(ChatRequest),
     )
@@ -91,7 +91,7 @@ def counting(served: Served, prefix: str) -> APIRouter:
 
 
 async def _answer(
-    served: Served, http: Request, form: type[Asked], work: Callable[[Model, Asked, Bounds | None], bytes]
+    served: AppContext, http: Request, form: type[Asked], work: Callable[[ServedModel, Asked, Bounds | None], bytes]
 ) -> Response:
     """The answer to a body of this form; unknown members are noted once it is known to be right. As long as there has
     been no engine, the bounds of its model aren't known."""
@@ -103,10 +103,10 @@ async def _answer(
 
 
 def _understood(
-    model: Model,
+    model: ServedModel,
     content: bytes,
     form: type[Asked],
-    work: Callable[[Model, Asked, Bounds | None], bytes],
+    work: Callable[[ServedModel, Asked, Bounds | None], bytes],
     bounds: Bounds | None,
 ) -> tuple[bytes, list[str]]:
     request = body.validate(form, content)
@@ -114,7 +114,7 @@ def _understood(
     return work(model, request, bounds), unknown(request)
 
 
-def encode(model: Model, request: TokenizeRequest, bounds: Bounds | None) -> bytes:
+def encode(model: ServedModel, request: TokenizeRequest, bounds: Bounds | None) -> bytes:
     ids = _ids(request, model)
     tokenizer = model.tokenizer
     tokens = (_piece(token, tokenizer) for token in ids) if request.with_pieces else ids
@@ -126,7 +126,7 @@ def encode(model: Model, request: TokenizeRequest, bounds: Bounds | None) -> byt
     })  # fmt: skip
 
 
-def _ids(request: TokenizeRequest, model: Model) -> list[int]:
+def _ids(request: TokenizeRequest, model: ServedModel) -> list[int]:
     tokenizer = model.tokenizer
     if request.messages is not None:
         return [*tokenizer.encode("", bos=bool(request.add_special_tokens)), *_rendered(request, model)]
@@ -137,20 +137,20 @@ def _ids(request: TokenizeRequest, model: Model) -> list[int]:
     raise InvalidValue("One of content, prompt and messages is needed", param="prompt")
 
 
-def _rendered(request: TokenizeRequest | TemplateRequest, model: Model) -> list[int]:
+def _rendered(request: TokenizeRequest | TemplateRequest, model: ServedModel) -> list[int]:
     return _read(ChatRequest.model_validate({name: getattr(request, name) for name in CHAT_FIELDS}), model)
 
 
-def _read(chat: ChatRequest, model: Model) -> list[int]:
+def _read(chat: ChatRequest, model: ServedModel) -> list[int]:
     refusals.check_chat(chat, model.settings)
     return render(model.tokenizer, chat, tools.read(chat)).ids
 
 
-def count(model: Model, request: ChatRequest, bounds: Bounds | None) -> bytes:
+def count(model: ServedModel, request: ChatRequest, bounds: Bounds | None) -> bytes:
     return to_json({"object": "response.input_tokens", "input_tokens": len(_read(request, model))})
 
 
-def apply(model: Model, request: TemplateRequest, bounds: Bounds | None) -> bytes:
+def apply(model: ServedModel, request: TemplateRequest, bounds: Bounds | None) -> bytes:
     return to_json({"prompt": model.tokenizer.decode(_rendered(request, model), special=True)})
 
 
@@ -163,7 +163,7 @@ def _piece(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
         return {"id": token, "piece": list(data)}
 
 
-def decode(model: Model, request: DetokenizeRequest, bounds: Bounds | None) -> bytes:
+def decode(model: ServedModel, request: DetokenizeRequest, bounds: Bounds | None) -> bytes:
     if bounds:  # whoever asks before there is an engine may ask for any id
         bounds.check_ids(request.tokens, "tokens")
     text = model.tokenizer.decode(request.tokens, special=True)

@@ -39,12 +39,12 @@ from server.certify.certificate import (
 from server.certify.replay import Gauge, Plan, Run, caches_in_words, play, play_mlx_lm
 from server.config.cache_folder import COUNTERS, cache_folder
 from server.engine import device, model
-from server.engine.model import Loaded
+from server.engine.model import LoadedModel
 from server.errors import StartupError, joined_lines
 from server.memory import metal_count, native_count
-from server.memory.allocator import Unavailable
+from server.memory.allocator import CountUnavailable
 from server.memory.pressure import Fit
-from server.memory.residency import Off, Source
+from server.memory.residency import CountSource, NoCount
 
 RUN_SECONDS = 120.0
 BEYOND = 2  # a run to the limit is given up at so many times the predicted token
@@ -54,7 +54,7 @@ EXIT_UNABLE = 2
 Tell = Callable[[str], None]
 
 
-class Progress:
+class ReplayProgress:
     """What has been played of all that is to be, and how long the rest will take at that speed."""
 
     def __init__(self, tell: Tell, clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,7 +106,7 @@ def _certify(order: Order, tell: Tell) -> Certificate:
     source = open_source(order)
     loaded = model.load(Path(order.path), trust_remote_code=order.trust_remote_code, probe=None, on_stage=tell)
     plan = Plan(order.tokens or _affordable(loaded, order.rows), order.rows, min(loaded.probe.vocab_size, 5000))
-    progress = Progress(tell)
+    progress = ReplayProgress(tell)
     progress.expect(*[plan.steps] * 3, agreement.STEPS if loaded.batches else 0)
     progress.at(0, f"three runs of {plan.steps:,} tokens")
     guarded = play(plan, loaded, _gauge(source, "marathon", plan, progress))
@@ -144,20 +144,20 @@ def _certify(order: Order, tell: Tell) -> Certificate:
     )
 
 
-def _affordable(loaded: Loaded, rows: int) -> int:
+def _affordable(loaded: LoadedModel, rows: int) -> int:
     """Tokens of a run: as many as a few minutes have room for, as long as they are enough to tell a slope."""
     return max(FEWEST, min(TOKENS, int(RUN_SECONDS / (rows * model.step_seconds(loaded.model)))))
 
 
-def open_source(order: Order) -> Source:
+def open_source(order: Order) -> CountSource:
     """Metal's own count where it can be proved, elsewhere the native one; without either, the graphs are counted."""
     try:
         if mx.metal.is_available():
             return metal_count.open_count(order.buffer_limit)
         folder = cache_folder(Path(order.cache_dir) if order.cache_dir else None) / COUNTERS
         return native_count.open_count(folder, order.buffer_limit)
-    except Unavailable as reason:
-        return Off(str(reason))
+    except CountUnavailable as reason:
+        return NoCount(str(reason))
 
 
 def versions() -> dict[str, str]:
@@ -165,7 +165,7 @@ def versions() -> dict[str, str]:
     return {"marathon": server.__version__, **packages, "python": platform.python_version()}
 
 
-def _gauge(source: Source, name: str, plan: Plan, progress: Progress) -> Gauge:
+def _gauge(source: CountSource, name: str, plan: Plan, progress: ReplayProgress) -> Gauge:
     def report(run: Run) -> None:
         newest = run.readings[-1]
         of = f" of {plan.steps:,}" if newest.step <= plan.steps else ""  # beyond the plan, up to the limit of buffers
@@ -176,7 +176,7 @@ def _gauge(source: Source, name: str, plan: Plan, progress: Progress) -> Gauge:
 
 
 def _to_the_end(
-    plan: Plan, loaded: Loaded, source: Source, order: Order, progress: Progress
+    plan: Plan, loaded: LoadedModel, source: CountSource, order: Order, progress: ReplayProgress
 ) -> tuple[Run, Death | None]:
     """mlx-lm's run; on to the limit if one was given and the count rises."""
     limit = source.limit

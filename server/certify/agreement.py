@@ -22,7 +22,7 @@ from server.certify.certificate import Agreement
 from server.compute.rows import Row
 from server.engine import model
 from server.engine.executor import Executor
-from server.engine.model import Loaded
+from server.engine.model import LoadedModel
 from server.engine.plan import Begin, Read
 from server.engine.prefix_cache import PrefixCache
 from server.ipc.messages import Sampling, Sequence, Snapshot
@@ -38,7 +38,7 @@ STEPS = (
 Logits = np.ndarray[Any, Any]  # [tokens, V]
 
 
-class _Ear:
+class _LogitsRecorder:
     """The model, keeping the newest logits of a decode step."""
 
     def __init__(self, model: Any) -> None:
@@ -61,7 +61,7 @@ class _Ear:
         return taken
 
 
-def compare(loaded: Loaded, rounds: int = ROUNDS) -> Agreement:
+def compare(loaded: LoadedModel, rounds: int = ROUNDS) -> Agreement:
     """`rounds` times three rows."""
     streams = parted = unexplained = 0
     distance = rounding = 0.0
@@ -83,14 +83,14 @@ def compare(loaded: Loaded, rounds: int = ROUNDS) -> Agreement:
     return Agreement(streams, parted, unexplained, distance, rounding)
 
 
-def _prompt(loaded: Loaded, length: int, number: int) -> list[int]:
+def _prompt(loaded: LoadedModel, length: int, number: int) -> list[int]:
     ids = min(loaded.probe.vocab_size, 5000) - 8
     return [(11 * number + 7 * i * i + 3 * i) % ids + 8 for i in range(length)]
 
 
-def _run(loaded: Loaded, prompts: dict[int, list[int]]) -> dict[int, tuple[list[int], Logits]]:
+def _run(loaded: LoadedModel, prompts: dict[int, list[int]]) -> dict[int, tuple[list[int], Logits]]:
     """Text and logits of each row by its number; the rows join a few steps apart."""
-    ear = _Ear(loaded.model)
+    ear = _LogitsRecorder(loaded.model)
     guard = Guard(True, 256, Snapshot())
     batch = Batch(ear, guard)
     waiting = [_read(loaded, ear, guard, number, prompt) for number, prompt in prompts.items()]
@@ -112,7 +112,7 @@ def _run(loaded: Loaded, prompts: dict[int, list[int]]) -> dict[int, tuple[list[
     return {number: (text, np.stack(heard[number])[: len(text)]) for number, text in texts.items()}
 
 
-def _read(loaded: Loaded, ear: _Ear, guard: Guard, number: int, prompt: list[int]) -> Row:
+def _read(loaded: LoadedModel, ear: _LogitsRecorder, guard: Guard, number: int, prompt: list[int]) -> Row:
     """A row whose prompt is read."""
     row = Row(number, Sequence(prompt, Sampling(seed=number, temperature=0), TOKENS), list(prompt))
     executor = Executor(ear, guard, PrefixCache(0, Snapshot()), {number: row})
@@ -137,7 +137,7 @@ def _margin(logits: Logits) -> float:
     return float(best - second)
 
 
-def _rounding(loaded: Loaded, prompt: list[int], text: list[int], logits: Logits) -> float:
+def _rounding(loaded: LoadedModel, prompt: list[int], text: list[int], logits: Logits) -> float:
     """What two ways of reading the same tokens differ by without any batch."""
     tokens = mx.array([prompt + text[:-1]])
     whole = loaded.model(tokens, cache=make_prompt_cache(loaded.model))[0, len(prompt) - 1 :]

@@ -21,17 +21,17 @@ from mlx_lm.generate import BatchGenerator
 
 from server.cache_guard import cache_arrays, census, pending_leaves
 from server.certify.certificate import GRAPHS
-from server.engine.channel import Pulse, Seam
+from server.engine.channel import Channel, Heartbeat
 from server.engine.loop import Loop
-from server.engine.model import Loaded
+from server.engine.model import LoadedModel
 from server.errors import one_line
 from server.faults import Faults, parse
 from server.ipc.messages import (
     Command,
     Drain,
     Event,
-    Failed,
     Finding,
+    RowFailure,
     Sampling,
     Sequence,
     Snapshot,
@@ -40,7 +40,7 @@ from server.ipc.messages import (
     Submit,
 )
 from server.memory.pressure import Fit, Slope
-from server.memory.residency import Off, Residency, Source
+from server.memory.residency import CountSource, NoCount, Residency
 from server.settings import Settings, from_json
 
 EVERY = 40  # steps between two arrivals
@@ -96,7 +96,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class BufferSample:
     """What was held at a step of the long row: live buffers, and bytes beyond those of the caches."""
 
     step: int
@@ -108,7 +108,7 @@ class Reading:
 class Run:
     """What playing a plan gave."""
 
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[BufferSample] = field(default_factory=list)
     texts: dict[int, list[int]] = field(default_factory=dict)  # token ids by row number
     growing: list[Finding] = field(default_factory=list)  # fields whose graphs grew, with their newest count
     failed: str = ""  # why it couldn't be played to the end
@@ -141,7 +141,7 @@ class Run:
                 return before.step + share * (after.step - before.step)
         return None
 
-    def _kept(self, upto: int | None) -> list[Reading]:
+    def _kept(self, upto: int | None) -> list[BufferSample]:
         readings = [r for r in self.readings if upto is None or r.step <= upto]
         return readings[len(readings) // 3 :]
 
@@ -157,7 +157,7 @@ class Gauge:
     """Reads what a run holds: settled live buffers, or where there is no count the leaves of the graphs behind the
     caches. Takes its readings into `run` and says which fields' graphs grow."""
 
-    def __init__(self, source: Source, on_reading: Callable[[Run], None] = lambda run: None) -> None:
+    def __init__(self, source: CountSource, on_reading: Callable[[Run], None] = lambda run: None) -> None:
         self._source = source
         self._on_reading = on_reading
 
@@ -171,7 +171,7 @@ class Gauge:
         arrays = cache_arrays(caches)
         count = self._source.settled()
         held = mx.get_active_memory() - sum(array.nbytes for array in arrays)
-        run.readings.append(Reading(run.step, pending_leaves(arrays) if count is None else count, held))
+        run.readings.append(BufferSample(run.step, pending_leaves(arrays) if count is None else count, held))
         if len(run.readings) in (2, 4):  # early, while the graphs are small enough to be counted quickly
             self._compare(run, census(caches))
         self._on_reading(run)
@@ -190,7 +190,7 @@ def _ended(plan: Plan) -> Callable[[Run], bool]:
     return lambda run: run.step >= plan.steps
 
 
-class _Script(Seam):
+class _Script(Channel):
     """The loop's seam without a socket: its commands come from the plan, its events go into the run."""
 
     def __init__(self, plan: Plan, run: Run, on_reading: Callable[[], None], ended: Callable[[Run], bool]) -> None:
@@ -229,11 +229,11 @@ class _Script(Seam):
         if isinstance(event, Steps):
             for number, token in zip(event.seqs, event.tokens, strict=True):
                 self._run.texts.setdefault(number, []).append(token)
-        elif isinstance(event, Failed):
+        elif isinstance(event, RowFailure):
             self._run.failed = self._run.failed or event.message
 
 
-def play(plan: Plan, loaded: Loaded, gauge: Gauge, **values: Any) -> Run:
+def play(plan: Plan, loaded: LoadedModel, gauge: Gauge, **values: Any) -> Run:
     """The plan in Marathon's own loop, with other settings if given; the user's environment has no say.
 
     Prefixes aren't kept, so that all that is held is held by rows. Prefill isn't held up and rows stay in one group,
@@ -247,24 +247,24 @@ def play(plan: Plan, loaded: Loaded, gauge: Gauge, **values: Any) -> Run:
     return run
 
 
-def _perform(plan: Plan, loaded: Loaded, gauge: Gauge, settings: Settings, run: Run) -> None:
+def _perform(plan: Plan, loaded: LoadedModel, gauge: Gauge, settings: Settings, run: Run) -> None:
     """The loop isn't closed but dropped: after `close` no MLX call works in this thread."""
     snapshot = run.snapshot
     seam = _Script(plan, run, lambda: gauge.read(run, loop.stock.caches()), _ended(plan))
     loop = Loop(
         seam,
-        Pulse(seam, 1, snapshot),
+        Heartbeat(seam, 1, snapshot),
         snapshot,
         Start(1, "", ""),
         settings,
         loaded,
-        Residency(Off("read from outside"), settings, snapshot),  # it mustn't act on what is watched here
+        Residency(NoCount("read from outside"), settings, snapshot),  # it mustn't act on what is watched here
         Faults(parse(""), epoch=1, write_garbage=seam.send_garbage),
     )
     loop.run()
 
 
-def play_mlx_lm(plan: Plan, loaded: Loaded, gauge: Gauge, ended: Callable[[Run], bool] | None = None) -> Run:
+def play_mlx_lm(plan: Plan, loaded: LoadedModel, gauge: Gauge, ended: Callable[[Run], bool] | None = None) -> Run:
     """The same plan in mlx-lm's BatchGenerator, which may not be able to; on until `ended` if given."""
     run = Run()
     stream = mx.default_stream(mx.default_device())

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from server.cache_guard import Caches, Guard, compact
-from server.compute.merged_caches import Shared, kept, merged
-from server.compute.penalties import Adjust
+from server.compute.merged_caches import MergedCaches, kept, merged
+from server.compute.penalties import LogitAdjustments
 from server.compute.rows import Row
 
 
@@ -98,7 +98,7 @@ def _blocks(rows: Many[Row]) -> list[Caches]:
     return blocks
 
 
-def _whole_passes(rows: Many[Row]) -> list[tuple[Shared, list[Row]]]:
+def _whole_passes(rows: Many[Row]) -> list[tuple[MergedCaches, list[Row]]]:
     """Return the passes all of whose rows are here, and these in the order of the pass's caches."""
     here = {row.seq: row for row in rows}
     passes = {id(row.shared): row.shared for row in rows if row.shared is not None}
@@ -163,10 +163,10 @@ class Penalties:
     """Bias, penalties and held-back ids of the rows that ask for them."""
 
     def __init__(self) -> None:
-        self._adjust = Adjust([])
+        self._adjust = LogitAdjustments([])
 
     def join(self, rows: Many[Row]) -> None:
-        self._adjust = self._adjust.join(Adjust([(row.sequence, row.tokens, row.adjust) for row in rows]))
+        self._adjust = self._adjust.join(LogitAdjustments([(row.sequence, row.tokens, row.adjust) for row in rows]))
 
     def keep(self, indices: list[int]) -> None:
         self._adjust = self._adjust.filter(indices)

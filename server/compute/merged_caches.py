@@ -1,6 +1,6 @@
 """One forward pass for the prompts of several rows, and the caches that it leaves.
 
-Owns `Shared`, the merged caches of rows on their way from such a pass into a batch. Runs in the engine process's main
+Owns `MergedCaches`, the caches of rows on their way from such a pass into a batch. Runs in the engine process's main
 thread. Rows of different lengths are filled up on the right, as mlx-lm's own batches are; not every model takes that
 well, which `model` finds out.
 
@@ -66,7 +66,7 @@ def kept(caches: Caches, indices: list[int], *, compacting: bool) -> Caches:
     return caches
 
 
-class Shared:
+class MergedCaches:
     """Merged caches of rows that are read and haven't joined a batch. Lives no longer than the loop's iteration."""
 
     def __init__(self, caches: Caches, seqs: list[int]) -> None:

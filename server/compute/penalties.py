@@ -36,7 +36,7 @@ def _histogram(tokens: list[int], vocab: int) -> mx.array:
     return mx.array(np.bincount(np.array(tokens, dtype=np.int64), minlength=vocab)[:vocab].astype(np.float32))
 
 
-class Adjust:
+class LogitAdjustments:
     """Adjustments of one batch. `state` lists its device arrays, for the cache guard."""
 
     def __init__(self, rows: Many[tuple[Sequence, list[int], mx.array | None]]) -> None:
@@ -62,18 +62,18 @@ class Adjust:
         return [self._counts]
 
     # ------------------------------------------------------------ membership
-    def join(self, other: Adjust) -> Adjust:
+    def join(self, other: LogitAdjustments) -> LogitAdjustments:
         """The adjustments of both batches' rows, mine first."""
-        joined = Adjust([])
+        joined = LogitAdjustments([])
         joined._sequences = self._sequences + other._sequences
         joined._outputs = self._outputs + other._outputs
         joined._kept = [self.extract(i) for i in range(len(self._sequences))] + other._kept
         joined._index()
         return joined
 
-    def filter(self, keep: list[int]) -> Adjust:
+    def filter(self, keep: list[int]) -> LogitAdjustments:
         """Only the rows `keep`, in that order."""
-        kept = Adjust([])
+        kept = LogitAdjustments([])
         kept._sequences = [self._sequences[i] for i in keep]
         kept._outputs = [self._outputs[i] for i in keep]
         kept._kept = [self.extract(i) for i in keep]

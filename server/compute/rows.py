@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from server.cache_guard import Caches
-from server.compute.merged_caches import Shared
+from server.compute.merged_caches import MergedCaches
 from server.ipc.messages import Finish, Sequence, TokenLogprobs
 
 
@@ -28,7 +28,7 @@ class Model(Protocol):
     def __call__(self, inputs: mx.array, cache: Caches | None = None) -> mx.array: ...
 
 
-class Constraint(Protocol):
+class RowConstraint(Protocol):
     """A row's grammar while it runs."""
 
     def accept(self, token: int) -> None:
@@ -46,9 +46,9 @@ class Row:
     sequence: Sequence
     tokens: list[int]  # prompt and output, as delivered
     caches: Caches = field(default_factory=list)  # single; empty while the row sits in a batch or shares its caches
-    shared: Shared | None = None  # with the rows that it was read with, on the way into a batch
+    shared: MergedCaches | None = None  # with the rows that it was read with, on the way into a batch
     pending: mx.array | None = None  # [1] drawn, not yet read; None: the last token is the next input
-    constraint: Constraint | None = None
+    constraint: RowConstraint | None = None
     adjust: mx.array | None = None  # penalty counts while the row moves between batches
     score: TokenLogprobs | None = None  # of the pending token, while the row moves between batches
     stops: frozenset[int] = frozenset()
@@ -101,7 +101,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Drawn:
+class StepOutput:
     """What one step of one batch read: `tokens[i]` belongs to `seqs[i]`."""
 
     seqs: list[int]

@@ -17,7 +17,7 @@ import sys
 
 from server import faults as faults_module
 from server.config import open_files
-from server.engine.channel import Pulse, Seam
+from server.engine.channel import Channel, Heartbeat
 from server.errors import StartupError
 from server.ipc import messages
 from server.ipc.messages import Snapshot, Start
@@ -32,7 +32,7 @@ log = logging.getLogger("marathon.engine")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Marathon's engine process; started by the server, not by people")
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the socketpair")
-    seam = Seam(socket.socket(fileno=parser.parse_args().fd))
+    seam = Channel(socket.socket(fileno=parser.parse_args().fd))
     seam.start_reader()
     first = seam.receive(None)
     if not isinstance(first, Start):
@@ -53,33 +53,33 @@ def _tie_to_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def run(seam: Seam, start: Start, settings: Settings) -> int:
+def run(seam: Channel, start: Start, settings: Settings) -> int:
     """The engine's life after its first command; returns the exit status."""
     snapshot = Snapshot()
-    pulse = Pulse(seam, start.epoch, snapshot)
-    pulse.start()
+    heartbeat = Heartbeat(seam, start.epoch, snapshot)
+    heartbeat.start()
     fault = faults_module.Faults(
         faults_module.parse(settings.faults), epoch=start.epoch, write_garbage=seam.send_garbage
     )
-    pulse.enter("importing MLX and the models' code")
+    heartbeat.enter("importing MLX and the models' code")
     fault.at_start()
     with open_files.kept():
         from server.engine import loop  # MLX and the model code load here, with the pulse already beating
 
     try:
-        engine = loop.open_loop(seam, pulse, snapshot, start, settings, fault)
+        engine = loop.open_loop(seam, heartbeat, snapshot, start, settings, fault)
     except StartupError as error:
-        seam.send(messages.LoadFailed(start.epoch, str(error)))
+        seam.send(messages.LoadFailure(start.epoch, str(error)))
         return 2
     gc.collect()
     gc.freeze()  # what is there now stays: a full collection looks through all of it, between two tokens
     try:
         engine.run()
-    except loop.Wedged as error:
+    except loop.DeviceWedge as error:
         log.critical("%s", error)
         os._exit(EXIT_WEDGED)
     finally:
-        pulse.stop()
+        heartbeat.stop()
     engine.close()
     if engine.compiling.is_busy:
         os._exit(0)  # Python would wait for the thread at exit, and it may never end

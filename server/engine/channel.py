@@ -24,7 +24,7 @@ SERVING = "serving"  # the stage that doesn't end
 log = logging.getLogger("marathon.engine")
 
 
-class Seam:
+class Channel:
     """The engine's end of the socket. `send` may be called by the main and the writer thread.
 
     Attributes:
@@ -85,10 +85,10 @@ class Seam:
         return not self._inbox.empty()
 
 
-class Pulse:
+class Heartbeat:
     """The progress counter and the thread that reports it."""
 
-    def __init__(self, seam: Seam, epoch: int, snapshot: Snapshot) -> None:
+    def __init__(self, seam: Channel, epoch: int, snapshot: Snapshot) -> None:
         self._seam = seam
         self._epoch = epoch
         self._snapshot = snapshot

@@ -26,7 +26,7 @@ def _kind(size: int) -> int:
 
 
 @dataclass(slots=True)
-class _Measured:
+class _Measurement:
     """Seconds a token of one chunk length."""
 
     rate: float
@@ -40,13 +40,13 @@ class _Measured:
         return self.times > 1
 
 
-class Pace:
+class ChunkTiming:
     """Seconds a token by chunk length, learned online."""
 
     def __init__(self, tried: int = LARGEST_CHUNK) -> None:
         """`tried`: what counts as the longest length tried while none is known for sure."""
         self._tried = tried
-        self._kinds: dict[int, _Measured] = {}
+        self._kinds: dict[int, _Measurement] = {}
         self._guess: float | None = None  # from a chunk too small to say much
 
     def learn(self, size: int, seconds: float) -> None:
@@ -55,7 +55,7 @@ class Pace:
             self._guess = rate
             return
         kind = _kind(size)
-        own = self._kinds.setdefault(kind, _Measured(rate))
+        own = self._kinds.setdefault(kind, _Measurement(rate))
         own.rate = own.rate + MEMORY * (rate - own.rate) if own.sure else min(own.rate, rate)
         own.times = own.times + 1
         own.passed_over = 0

@@ -28,7 +28,7 @@ from server.ipc.messages import MAX_GRAMMAR_SIZE, Sequence, TokenTable
 LIMITS = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
 
 
-class Tokens:
+class GrammarTokenizer:
     """The tokenizer as llguidance wants to see it. Its end of a text is an id of its own beyond all others, because
     the ids that end an answer are the row's: see `Matcher`."""
 
@@ -47,7 +47,7 @@ class Tokens:
 
 def token_tree(table: TokenTable) -> LLTokenizer:
     """Takes a second or two for large vocabularies, during which no other Python code runs."""
-    return LLTokenizer(cast("Any", Tokens(table)))
+    return LLTokenizer(cast("Any", GrammarTokenizer(table)))
 
 
 class Matcher:

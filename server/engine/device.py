@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from server.engine.model import Loaded, quantization
+from server.engine.model import LoadedModel, quantization
 from server.errors import StartupError
 from server.ipc.messages import Ready, Snapshot
 from server.memory.residency import Residency, device_memory
@@ -51,7 +51,7 @@ def hidden_gpu() -> str:
     return ""
 
 
-def announce(epoch: int, loaded: Loaded, residency: Residency, seconds: float) -> Ready:
+def announce(epoch: int, loaded: LoadedModel, residency: Residency, seconds: float) -> Ready:
     """The engine's first word once it can serve; `seconds` it took to load."""
     source = residency.source
     return Ready(

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from server.batching import Batch
 from server.cache_guard import Caches, Guard, cache_arrays, settle
 from server.compute.laps import Laps
-from server.compute.merged_caches import Shared, kept, read_together, taken_apart
-from server.compute.rows import Drawn, Model, Row, on_host
+from server.compute.merged_caches import MergedCaches, kept, read_together, taken_apart
+from server.compute.rows import Model, Row, StepOutput, on_host
 from server.compute.sampling import top_candidates
 from server.engine.plan import (
     Abandon,
@@ -31,7 +31,7 @@ from server.engine.plan import (
     KeepRow,
     Leave,
     Operation,
-    OperationFailed,
+    OperationFailure,
     Read,
     Seqs,
     Split,
@@ -75,11 +75,11 @@ class Executor:
         }
 
     def run(self, operation: Operation) -> Any:
-        """Carry one operation out; returns its outcome. Raises OperationFailed with the rows that it costs."""
+        """Carry one operation out; returns its outcome. Raises OperationFailure with the rows that it costs."""
         try:
             return self._verbs[type(operation)](operation)  # type: ignore[operator]
         except Exception as error:
-            raise OperationFailed(operation, self._touched(operation)) from error
+            raise OperationFailure(operation, self._touched(operation)) from error
 
     def _touched(self, operation: Operation) -> Seqs:
         """The rows whose caches an operation may leave in no known state."""
@@ -148,7 +148,7 @@ class Executor:
         if through:
             if others:
                 caches = kept(caches, through, compacting=self._guard.enabled)
-            shared = Shared(caches, [rows[i].seq for i in through])
+            shared = MergedCaches(caches, [rows[i].seq for i in through])
             for i in through:
                 rows[i].caches = []
                 rows[i].shared = shared
@@ -192,10 +192,10 @@ class Executor:
         tokens = batch.held_tokens(batch.rows[place])
         self._prefix.insert(tokens, batch.single_caches(place))
 
-    def _step(self, operation: Step) -> Drawn:
+    def _step(self, operation: Step) -> StepOutput:
         return self.batches[operation.batch].step()
 
-    def _tell(self, operation: Tell) -> Drawn:
+    def _tell(self, operation: Tell) -> StepOutput:
         return self.batches[operation.batch].tell()
 
     def _abandon(self, operation: Abandon) -> None:

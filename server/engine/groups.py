@@ -15,7 +15,7 @@ from collections.abc import Sequence as Many
 from typing import Protocol
 
 from server.compute.rows import Row
-from server.engine.model import Loaded
+from server.engine.model import LoadedModel
 from server.engine.plan import Join, KeepRow, Leave, Plan, Split
 from server.ipc.messages import GROWTH
 
@@ -73,7 +73,7 @@ def intervals(seconds: Many[float], most: int) -> list[int]:
     return [1] + [k] * (len(seconds) - 1)
 
 
-class Members(Protocol):
+class GroupBatch(Protocol):
     """What the grouping asks of a batch."""
 
     rows: list[Row]
@@ -96,7 +96,7 @@ class Groups:
     `batches` belongs to the executor, which changes it as it carries out what is planned here.
     """
 
-    def __init__(self, batches: Mapping[int, Members], loaded: Loaded, most: int) -> None:
+    def __init__(self, batches: Mapping[int, GroupBatch], loaded: LoadedModel, most: int) -> None:
         """`most`: the largest k of `intervals`."""
         self._batches = batches
         self._loaded = loaded

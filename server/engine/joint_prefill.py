@@ -23,7 +23,7 @@ ROOMY = 4  # times the room that a chunk of as many tokens takes alone: caches e
 FULL = 0.8  # share of a padded pass that must be tokens
 
 
-class Member(Protocol):
+class JointPrompt(Protocol):
     """What is asked of a sequence whose prompt is being read (`prefill.Reading`)."""
 
     row: Row
@@ -35,16 +35,16 @@ class Member(Protocol):
     def next_stop(self) -> int: ...
 
 
-M = TypeVar("M", bound=Member)
+M = TypeVar("M", bound=JointPrompt)
 
 
-def eligible(reading: Member) -> bool:
+def eligible(reading: JointPrompt) -> bool:
     """Whether a sequence may share its pass. One that failed before goes alone, so that it takes nobody along."""
     row = reading.row
     return not (row.rebuilds or row.sequence.prompt_logprobs) and len(row.tokens) <= LONGEST
 
 
-class Cohorts:
+class JointPrefill:
     """Chooses who reads together. Owned by the prefill lane."""
 
     def __init__(self, way: ReadsTogether, waits: Callable[[Row, list[Row]], bool] = lambda row, mates: False) -> None:

@@ -23,28 +23,28 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from server.cache_guard import Guard
 from server.compute.laps import Stopwatch
-from server.compute.rows import Drawn, Row
+from server.compute.rows import Row, StepOutput
 from server.config.cache_folder import TRIALS, cache_folder
-from server.engine.channel import SERVING, Pulse, Seam
+from server.engine.channel import SERVING, Channel, Heartbeat
 from server.engine.compiling import COMPILE_SECONDS, Compiling
 from server.engine.constraints import Grammars
 from server.engine.executor import Executor
 from server.engine.groups import Groups
-from server.engine.joint_prefill import Cohorts
-from server.engine.model import Loaded
+from server.engine.joint_prefill import JointPrefill
+from server.engine.model import LoadedModel
 from server.engine.outbox import Outbox
-from server.engine.plan import Begin, Census, KeepRead, OperationFailed, Step, Tell
-from server.engine.prefill import Prefill, Turn
+from server.engine.plan import Begin, Census, KeepRead, OperationFailure, Step, Tell
+from server.engine.prefill import ChunkBudget, Prefill
 from server.engine.prefix_cache import PrefixCache
-from server.engine.recovery import Recovery, Wedged
+from server.engine.recovery import DeviceWedge, Recovery
 from server.engine.relief import Relief
 from server.engine.runner import Runner
-from server.engine.sharing import Sharing
-from server.engine.stock import Stock
+from server.engine.sharing import PrefixPolicy
+from server.engine.stock import EngineState
 from server.engine.trial_results import TrialResults
 from server.faults import Faults
 from server.ipc.messages import Cancel, Command, Drain, End, Reclaim, Sequence, Snapshot, Start, Submit
-from server.memory.pressure import Act, Verb
+from server.memory.pressure import PressureAction, Verb
 from server.memory.residency import Residency, device_memory
 from server.settings import Settings
 
@@ -56,7 +56,7 @@ JOIN_AT_LEAST = 4  # complete prompts that end an iteration's prefill early
 
 log = logging.getLogger("marathon.engine")
 
-__all__ = ["Loop", "Wedged", "open_loop", "unfit"]
+__all__ = ["DeviceWedge", "Loop", "open_loop", "unfit"]
 
 
 def unfit(sequence: Sequence, generated: list[int], vocabulary: int) -> str:
@@ -87,12 +87,12 @@ class Loop:
 
     def __init__(
         self,
-        seam: Seam,
-        pulse: Pulse,
+        seam: Channel,
+        heartbeat: Heartbeat,
         snapshot: Snapshot,
         start: Start,
         settings: Settings,
-        loaded: Loaded,
+        loaded: LoadedModel,
         residency: Residency,
         faults: Faults,
         executor: Executor | None = None,
@@ -110,22 +110,24 @@ class Loop:
         self._budget = settings.prefill_stall_ms / 1000 * BUDGET_SHARE
         executor = executor or Executor(loaded.model, guard, prefix, {}, watch)
         self.rows = executor.rows
-        self._sharing = Sharing(prefix, make_prompt_cache(loaded.model), loaded.row_bytes)
-        self._prefill = Prefill(self._sharing, Cohorts(loaded.probe.reads, self._sharing.waits), loaded.longest_chunk)
+        self._sharing = PrefixPolicy(prefix, make_prompt_cache(loaded.model), loaded.row_bytes)
+        self._prefill = Prefill(
+            self._sharing, JointPrefill(loaded.probe.reads, self._sharing.waits), loaded.longest_chunk
+        )
         self._groups = Groups(executor.batches, loaded, settings.long_group_interval)
-        self.runner = Runner(executor, self.rows, watch, pulse, snapshot, faults, residency)
+        self.runner = Runner(executor, self.rows, watch, heartbeat, snapshot, faults, residency)
         self._outbox = Outbox(seam, start.epoch, snapshot, watch)
         grammars = grammars or Grammars(Future())
         grammars.rows = self._vocabulary
         self.compiling = Compiling(grammars)
         self._recovery = Recovery(self.rows, self.runner, self._groups, self._prefill, self.compiling)
-        self.stock = Stock(executor, self._groups, self._prefill, loaded, snapshot)
+        self.stock = EngineState(executor, self._groups, self._prefill, loaded, snapshot)
         self._relief = Relief(residency, self.runner, self.stock, self._outbox, settings.buffer_limit)
         self._state = State.RUNNING
 
     # ------------------------------------------------------------ life
     def run(self) -> None:
-        """Run until `Drain`. Raises Wedged when the process must be replaced at once."""
+        """Run until `Drain`. Raises DeviceWedge when the process must be replaced at once."""
         while self._state is not State.DRAINING:
             self.turn()
 
@@ -195,7 +197,7 @@ class Loop:
             self.runner.follow(self._prefill.keep(seq, room))
             self._forget(seq)
             self.runner.follow(self._groups.leave([seq], lambda length: self._sharing.keeps_begun(length, room)))
-        except OperationFailed as failure:
+        except OperationFailure as failure:
             self._forget(seq)
             self._survive(failure)
 
@@ -213,10 +215,10 @@ class Loop:
         self._outbox.failed(row.seq, kind, message)
 
     def _survive(self, error: Exception) -> None:
-        """Rebuild what a failed operation cost. Raises Wedged when this process can't go on."""
+        """Rebuild what a failed operation cost. Raises DeviceWedge when this process can't go on."""
         try:
             ended = self._recovery.survive(error)
-        except Wedged:
+        except DeviceWedge:
             self._relief.report_spent()
             raise
         for row, why in ended:
@@ -233,7 +235,7 @@ class Loop:
     def _iterate(self) -> None:
         before = self.runner.progress
         self.runner.begin()
-        drawn: list[Drawn] = []
+        drawn: list[StepOutput] = []
         joined: list[Row] = []
         try:
             self._relief.enforce()
@@ -258,7 +260,9 @@ class Loop:
             self._fail(row, "row", why)
         self.stock.count()  # before, since the first chunk may take long
         decoding = self._groups.rows
-        turn = Turn(ALONE_SECONDS, self.runner.room, enough=max(JOIN_AT_LEAST, decoding // 2), patience=self._budget)
+        turn = ChunkBudget(
+            ALONE_SECONDS, self.runner.room, enough=max(JOIN_AT_LEAST, decoding // 2), patience=self._budget
+        )
         if decoding:
             turn.budget = self._budget
         try:
@@ -281,7 +285,7 @@ class Loop:
         self._forget(row.seq)
         return True
 
-    def _step(self, drawn: list[Drawn]) -> None:
+    def _step(self, drawn: list[StepOutput]) -> None:
         """Step the groups that are due; what each one read is added to `drawn`."""
         for batch in self.runner.follow(self._groups.due()):
             result = self.runner.run(Step(batch))
@@ -292,15 +296,15 @@ class Loop:
 
     def _tell_first(self, joined: list[Row]) -> None:
         """Report the first tokens of rows that joined in this iteration: the next one may begin with a long chunk."""
-        drawn: list[Drawn] = []
+        drawn: list[StepOutput] = []
         try:
             for batch in self._groups.untold({row.seq for row in joined}):
                 drawn.append(self.runner.run(Tell(batch)).outcome)
-        except OperationFailed as failure:
+        except OperationFailure as failure:
             self._survive(failure)
         self._deliver(drawn)
 
-    def _deliver(self, drawn: list[Drawn]) -> None:
+    def _deliver(self, drawn: list[StepOutput]) -> None:
         """Publish what was drawn, and let rows go that have ended."""
         ended = [(row.seq, finish) for news in drawn for row, finish in news.ended]
         self._outbox.publish(drawn, [End(seq, finish) for seq, finish in ended])
@@ -317,7 +321,7 @@ class Loop:
             self.runner.follow(self._groups.leave(gone, lambda length: self._sharing.keeps_read(length, room)))
             lost = [row.seq for row, _ in failed]
             self.runner.follow(self._groups.leave(lost, lambda length: self._sharing.keeps_begun(length, room)))
-        except OperationFailed as failure:
+        except OperationFailure as failure:
             self._survive(failure)
 
     # ------------------------------------------------------------ memory
@@ -330,7 +334,7 @@ class Loop:
             if len(self.rows) == rows:
                 return
 
-    def _preempt(self, act: Act) -> None:
+    def _preempt(self, act: PressureAction) -> None:
         """The newest row gives its memory back; the oldest never does."""
         if act.name != Verb.PREEMPT or not self.rows:
             return
@@ -345,7 +349,9 @@ class Loop:
         self._outbox.preempted(newest.seq)
 
 
-def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settings: Settings, faults: Faults) -> Loop:
+def open_loop(
+    seam: Channel, heartbeat: Heartbeat, snapshot: Snapshot, start: Start, settings: Settings, faults: Faults
+) -> Loop:
     """Load the model, announce it, and give the loop that runs it. Raises StartupError."""
     from server.compute import attention, cudnn_shapes
     from server.engine import device, model
@@ -367,10 +373,10 @@ def open_loop(seam: Seam, pulse: Pulse, snapshot: Snapshot, start: Start, settin
         Path(start.model_path),
         trust_remote_code=settings.trust_remote_code,
         probe=start.probe,
-        on_stage=pulse.enter,
+        on_stage=heartbeat.enter,
         trials=trials,
     )
     residency.read_memory()
-    pulse.enter(SERVING)
+    heartbeat.enter(SERVING)
     seam.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
-    return Loop(seam, pulse, snapshot, start, settings, loaded, residency, faults, grammars=grammars)
+    return Loop(seam, heartbeat, snapshot, start, settings, loaded, residency, faults, grammars=grammars)

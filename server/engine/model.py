@@ -42,7 +42,7 @@ SPREAD_SHARE = 2e-3  # or than this share of the logits' own spread, where those
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model ready to run, and what the probe found."""
 
     model: nn.Module
@@ -86,7 +86,7 @@ def load(
     probe: Probe | None,
     on_stage: Callable[[str], None],
     trials: TrialResults | None = None,
-) -> Loaded:
+) -> LoadedModel:
     """Load the model in the folder `path`, and try it out unless an earlier engine's `probe`, or a trial that was kept,
     tells how it behaves.
 
@@ -106,7 +106,7 @@ def load(
         except Exception as error:
             raise StartupError(f"the model in {path} loads but doesn't run: {one_line(error)}") from error
         mx.clear_cache()
-    return Loaded(model, config, model_config.context_of(path), weights, probe)
+    return LoadedModel(model, config, model_config.context_of(path), weights, probe)
 
 
 def _known_or_tried(

@@ -10,8 +10,8 @@ import logging
 from typing import Protocol
 
 from server.compute.laps import Stopwatch
-from server.compute.rows import Drawn, Row
-from server.ipc.messages import End, Event, Failed, Preempted, Rotate, Snapshot, Started, Steps, Taken
+from server.compute.rows import Row, StepOutput
+from server.ipc.messages import End, Event, Preemption, Rotate, RowFailure, RowIntake, RowStart, Snapshot, Steps
 
 log = logging.getLogger("marathon.engine")
 
@@ -28,11 +28,11 @@ class Outbox:
         self._epoch = epoch
         self._snapshot = snapshot
         self._watch = watch
-        self._started: list[Started] = []
+        self._started: list[RowStart] = []
 
     def taken(self, seq: int) -> None:
         """The engine has a sequence."""
-        self._sender.send(Taken(self._epoch, seq))
+        self._sender.send(RowIntake(self._epoch, seq))
 
     def begun(self, row: Row) -> None:
         """The row's first chunk is next."""
@@ -41,20 +41,20 @@ class Outbox:
         self._snapshot.prompt_tokens += prompt
         self._snapshot.cached_tokens += found
         if not row.sequence.prompt_logprobs:
-            self._started.append(Started(row.seq, found))
+            self._started.append(RowStart(row.seq, found))
 
     def scored(self, row: Row) -> None:
         """The prompt is read of a row that asked for its log probabilities."""
-        self._started.append(Started(row.seq, 0, row.prompt_scores))
+        self._started.append(RowStart(row.seq, 0, row.prompt_scores))
 
-    def publish(self, drawn: list[Drawn], ends: list[End]) -> None:
+    def publish(self, drawn: list[StepOutput], ends: list[End]) -> None:
         """Send all that the rows of an iteration have to say in one message."""
         self._watch.start()
         self._snapshot.generated_tokens += sum(len(news.tokens) for news in drawn)
         self._send_steps(drawn, ends)
         self._watch.lap("publish")
 
-    def _send_steps(self, drawn: list[Drawn], ends: list[End]) -> None:
+    def _send_steps(self, drawn: list[StepOutput], ends: list[End]) -> None:
         started = self._started
         self._started = []
         if len(drawn) == 1 and not (ends or started or drawn[0].logprobs):
@@ -70,15 +70,15 @@ class Outbox:
     def failed(self, seq: int, kind: str, message: str) -> None:
         """A row has ended with an error."""
         log.error("sequence %d ends: %s", seq, message)
-        self._sender.send(Failed(self._epoch, seq, kind, message))
+        self._sender.send(RowFailure(self._epoch, seq, kind, message))
 
     def refused(self, seq: int, message: str) -> None:
         """A sequence can't be run here."""
-        self._sender.send(Failed(self._epoch, seq, "row", message))
+        self._sender.send(RowFailure(self._epoch, seq, "row", message))
 
     def preempted(self, seq: int) -> None:
         """A row has given its memory back and is to be resumed later."""
-        self._sender.send(Preempted(self._epoch, seq))
+        self._sender.send(Preemption(self._epoch, seq))
 
     def rotate(
         self, reading: float, threshold: float, reason: str, *, is_leak: bool = True, late: bool = False

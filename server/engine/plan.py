@@ -90,14 +90,14 @@ class KeepRow:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Draw the next token of each row of a batch and read the one before. The outcome is a `Drawn`."""
+    """Draw the next token of each row of a batch and read the one before. The outcome is a `StepOutput`."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Read the newest token of each row of a batch without waiting for its next step. The outcome is a `Drawn`."""
+    """Read the newest token of each row of a batch without waiting for its next step. The outcome is a `StepOutput`."""
 
     batch: int
 
@@ -173,7 +173,7 @@ def follow(plan: Plan[T], run: Callable[[Operation], Result]) -> T:
         return result
 
 
-class OperationFailed(Exception):
+class OperationFailure(Exception):
     """An operation failed; the cause says why, `seqs` names the rows whose caches are in no known state now."""
 
     def __init__(self, operation: Operation, seqs: Seqs) -> None:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from server.compute.cudnn_shapes import rows_read
 from server.compute.rows import Row
-from server.engine.chunk_timing import CHUNKS, Pace
-from server.engine.joint_prefill import LONGEST, ROOMY, Cohorts
+from server.engine.chunk_timing import CHUNKS, ChunkTiming
+from server.engine.joint_prefill import LONGEST, ROOMY, JointPrefill
 from server.engine.plan import Begin, Detach, KeepPrompt, KeepRead, Operation, Plan, Read, Result
-from server.engine.sharing import Sharing
+from server.engine.sharing import PrefixPolicy
 
 _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocabulary and all
 _TRIAL = 1.5  # budgets that the first two lone chunks of a length may take
@@ -28,7 +28,7 @@ _LEFT_OUT = 2  # turns that a sequence gives away; then it reads alone
 _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of the oldest
 
 
-class Reading:
+class PromptReading:
     """One sequence whose tokens are being read."""
 
     __slots__ = ("begun", "done", "is_shared", "left_out", "pace", "row", "snapshot_at")
@@ -75,7 +75,7 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Turn:
+class ChunkBudget:
     """How much may be read in one iteration, and how much of that is spent."""
 
     budget: float | None  # seconds; None: no limit
@@ -111,16 +111,16 @@ class Turn:
 class Prefill:
     """The sequences being read, in order of arrival. Owned by the loop."""
 
-    def __init__(self, sharing: Sharing, cohorts: Cohorts, affordable: Callable[[int, int], int]) -> None:
+    def __init__(self, sharing: PrefixPolicy, cohorts: JointPrefill, affordable: Callable[[int, int], int]) -> None:
         """`affordable(room, held)`: tokens of the longest chunk behind `held` others that `room` bytes suffice for."""
         self._sharing = sharing
         self._cohorts = cohorts
         self._affordable = affordable
         # Apart, since a lone chunk of many tokens attends to more than many short ones.
-        self._alone = Pace()
-        self._shared = Pace(CHUNKS[-1])
+        self._alone = ChunkTiming()
+        self._shared = ChunkTiming(CHUNKS[-1])
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
-        self.readings: list[Reading] = []
+        self.readings: list[PromptReading] = []
 
     def __len__(self) -> int:
         return len(self.readings)
@@ -132,7 +132,7 @@ class Prefill:
 
     def insert(self, row: Row) -> None:
         """Take a new sequence, behind the others."""
-        self.readings.append(Reading(row))
+        self.readings.append(PromptReading(row))
 
     def holds(self, seq: int) -> bool:
         return any(reading.row.seq == seq for reading in self.readings)
@@ -148,7 +148,7 @@ class Prefill:
                 yield KeepRead(seq, reading.done)
 
     # ------------------------------------------------------------ the turn
-    def plan(self, turn: Turn) -> Plan[list[Row]]:
+    def plan(self, turn: ChunkBudget) -> Plan[list[Row]]:
         """Plan chunks until the turn's budget is spent or enough sequences are complete.
 
         At least one chunk is read, so that every turn makes progress. Returns the rows to join, which leave this
@@ -184,13 +184,13 @@ class Prefill:
             reading.is_shared = False
         return [reading.row for reading in finished]
 
-    def _begin(self, reading: Reading, turn: Turn) -> Plan[None]:
+    def _begin(self, reading: PromptReading, turn: ChunkBudget) -> Plan[None]:
         result = yield from turn.do(Begin(reading.row.seq))
         reading.begin(result.outcome, self._sharing.ends(reading.row))
 
     def _choose(
-        self, reading: Reading, waiting: list[Reading], turn: Turn, *, is_first: bool
-    ) -> Plan[list[tuple[Reading, int]]]:
+        self, reading: PromptReading, waiting: list[PromptReading], turn: ChunkBudget, *, is_first: bool
+    ) -> Plan[list[tuple[PromptReading, int]]]:
         """Who reads the next chunk, and how much of each; nobody if the next one no longer fits the budget."""
         left = turn.left
         if left is not None and is_first:
@@ -207,8 +207,8 @@ class Prefill:
         return chosen
 
     def _together(
-        self, reading: Reading, waiting: list[Reading], left: float | None, turn: Turn
-    ) -> Plan[list[tuple[Reading, int]]]:
+        self, reading: PromptReading, waiting: list[PromptReading], left: float | None, turn: ChunkBudget
+    ) -> Plan[list[tuple[PromptReading, int]]]:
         """Who reads in one pass with this one, and how much; nobody if it had better read alone."""
         others = [other for other in waiting if other is not reading]
         limit = self._fits(left, self._of_all, self._shared, _TRIAL_SHARED)
@@ -217,13 +217,15 @@ class Prefill:
         limit = min(limit, self._affordable(turn.room, LONGEST) // ROOMY)
         return (yield from self._cohorts.choose(reading, others, limit, lambda other: self._begin(other, turn)))
 
-    def _turn(self, waiting: list[Reading], budget: float | None) -> Reading:
+    def _turn(self, waiting: list[PromptReading], budget: float | None) -> PromptReading:
         """Whose chunk is next: the one with the least left, unless such are too far ahead of the oldest."""
         if budget is not None and self._ahead >= _SHORT_SHARE * budget:
             return waiting[0]
         return min(waiting, key=lambda r: r.left)
 
-    def _account(self, reading: Reading, waiting: list[Reading], budget: float | None, seconds: float) -> None:
+    def _account(
+        self, reading: PromptReading, waiting: list[PromptReading], budget: float | None, seconds: float
+    ) -> None:
         """Over iterations, since a budget may have room for one chunk only."""
         if len(waiting) < 2 or budget is None:
             self._ahead = 0.0
@@ -233,7 +235,7 @@ class Prefill:
         self._ahead = min(max(0.0, self._ahead + seconds), budget)
 
     # ------------------------------------------------------------ sizes
-    def _expected(self, reading: Reading, size: int) -> float:
+    def _expected(self, reading: PromptReading, size: int) -> float:
         """Seconds of a chunk of one sequence; 0 while nothing is known."""
         return max(self._alone.seconds(size) or 0.0, (reading.pace or 0.0) * size)
 
@@ -242,7 +244,7 @@ class Prefill:
         return self._shared.seconds(size) or self._alone.seconds(size) or 0.0
 
     @staticmethod
-    def _fits(left: float | None, seconds: Callable[[int], float], pace: Pace, budgets: float) -> int:
+    def _fits(left: float | None, seconds: Callable[[int], float], pace: ChunkTiming, budgets: float) -> int:
         """Tokens of the largest chunk that `left` seconds have room for, or so many times as much for a trial."""
         if left is None:
             return CHUNKS[0]
@@ -252,21 +254,21 @@ class Prefill:
         fits = [size for size in CHUNKS if size <= pace.reach and seconds(size) <= allowed[size]]
         return max(fits, default=CHUNKS[-1])
 
-    def _size(self, reading: Reading, left: float | None, turn: Turn) -> int:
+    def _size(self, reading: PromptReading, left: float | None, turn: ChunkBudget) -> int:
         limit = self._fits(left, lambda size: self._expected(reading, size), self._alone, _TRIAL)
         if reading.row.sequence.prompt_logprobs:
             limit = min(limit, _SCORED_CHUNK)
         return self._cut(reading, max(CHUNKS[-1], min(limit, self._affordable(turn.room, reading.done))))
 
     @staticmethod
-    def _cut(reading: Reading, limit: int) -> int:
+    def _cut(reading: PromptReading, limit: int) -> int:
         stop = reading.next_stop()
         if stop <= limit:
             return stop
         return next(size for size in CHUNKS if size <= limit)
 
     # ------------------------------------------------------------ the chunk
-    def _read(self, chosen: list[tuple[Reading, int]], turn: Turn) -> Plan[float]:
+    def _read(self, chosen: list[tuple[PromptReading, int]], turn: ChunkBudget) -> Plan[float]:
         """Read so many tokens of each in one pass; the seconds that it took."""
         operation = Read(tuple((reading.row.seq, size) for reading, size in chosen))
         result = yield from turn.do(operation)
@@ -278,7 +280,7 @@ class Prefill:
                 reading.is_shared = reading.complete
         return result.seconds
 
-    def _learn(self, chosen: list[tuple[Reading, int]], seconds: float) -> None:
+    def _learn(self, chosen: list[tuple[PromptReading, int]], seconds: float) -> None:
         total = padded(size for _, size in chosen)
         if len(chosen) > 1:
             self._shared.learn(total, seconds)
@@ -287,7 +289,7 @@ class Prefill:
         if total >= CHUNKS[-1]:
             chosen[0][0].pace = seconds / total
 
-    def _advance(self, reading: Reading, size: int, turn: Turn) -> Plan[None]:
+    def _advance(self, reading: PromptReading, size: int, turn: ChunkBudget) -> Plan[None]:
         reading.done += size
         passed = [mark for mark in reading.snapshot_at if mark <= reading.done]
         reading.snapshot_at = reading.snapshot_at[len(passed) :]

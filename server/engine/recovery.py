@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from server.compute.rows import Drawn, Row
+from server.compute.rows import Row, StepOutput
 from server.engine.compiling import Compiling
 from server.engine.groups import Groups
-from server.engine.plan import Abandon, OperationFailed, Seqs
+from server.engine.plan import Abandon, OperationFailure, Seqs
 from server.engine.prefill import Prefill
 from server.engine.runner import Runner
 
@@ -21,7 +21,7 @@ _FATAL = ("resource limit", "unable to allocate", "out of memory", "command buff
 log = logging.getLogger("marathon.engine")
 
 
-class Wedged(Exception):
+class DeviceWedge(Exception):
     """The allocator or the device queue can't go on in this process."""
 
 
@@ -47,16 +47,16 @@ class Recovery:
     def survive(self, failure: Exception) -> list[tuple[Row, str]]:
         """Rebuild the rows of a failed operation from their tokens: once together, then each alone.
 
-        Returns those that failed too often, and why. Raises Wedged for an error of allocator or device, and for one
-        that belongs to no operation.
+        Returns those that failed too often, and why. Raises DeviceWedge for an error of allocator or device, and for
+        one that belongs to no operation.
         """
         error: BaseException = failure
         seqs: Seqs = ()
-        if isinstance(failure, OperationFailed):
+        if isinstance(failure, OperationFailure):
             error = failure.__cause__ or failure
             seqs = failure.seqs
         if is_fatal(error) or not seqs:
-            raise Wedged(f"the device can't go on: {error}") from error
+            raise DeviceWedge(f"the device can't go on: {error}") from error
         name = type(error).__name__
         log.error("a forward pass failed (rows: %d): %s: %s", len(seqs), name, error)
         ended = []
@@ -92,7 +92,7 @@ class Recovery:
         """The row has gone."""
         self._rebuilt.discard(seq)
 
-    def forgive(self, drawn: list[Drawn]) -> None:
+    def forgive(self, drawn: list[StepOutput]) -> None:
         """A rebuilt row that has delivered a token may fail anew; one that had to be set apart stays so."""
         if not self._rebuilt:
             return

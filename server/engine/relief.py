@@ -9,8 +9,8 @@ from __future__ import annotations
 from server.engine.outbox import Outbox
 from server.engine.plan import ClearPool, EvictPrefixes, Flush
 from server.engine.runner import Runner
-from server.engine.stock import Stock
-from server.memory.pressure import BUFFERS, Act, Verb
+from server.engine.stock import EngineState
+from server.memory.pressure import BUFFERS, PressureAction, Verb
 from server.memory.residency import Residency
 
 
@@ -18,7 +18,7 @@ class Relief:
     """Owned by the loop."""
 
     def __init__(
-        self, residency: Residency, runner: Runner, stock: Stock, outbox: Outbox, buffer_limit: int | None
+        self, residency: Residency, runner: Runner, stock: EngineState, outbox: Outbox, buffer_limit: int | None
     ) -> None:
         self._residency = residency
         self._runner = runner
@@ -34,14 +34,14 @@ class Relief:
         if self._enforced and (self._residency.source.raw() or 0) > self._enforced:
             raise RuntimeError(f"[native] Resource limit ({self._enforced}) exceeded.")
 
-    def due(self) -> list[Act]:
+    def due(self) -> list[PressureAction]:
         """Take a reading if one is due, free what can be freed without a loss, and return what else must be done:
         preemptions."""
         self._stock.count()
         acts = self._residency.tick(self._stock.kv_bytes, self._stock.growth)
         return [rest for act in acts for rest in self._settle(act)]
 
-    def _settle(self, act: Act) -> list[Act]:
+    def _settle(self, act: PressureAction) -> list[PressureAction]:
         if act.name == Verb.RECLAIM:
             return [rest for due in self.reclaim(act) for rest in self._settle(due)]
         if act.name == Verb.ROTATE:
@@ -49,7 +49,7 @@ class Relief:
             return []
         return [act]
 
-    def reclaim(self, act: Act | None = None) -> list[Act]:
+    def reclaim(self, act: PressureAction | None = None) -> list[PressureAction]:
         """Free what can be freed without a loss, then read again; returns what is due then. Without an act it was the
         server that asked."""
 

@@ -22,7 +22,7 @@ from server.ipc.messages import Snapshot
 T = TypeVar("T")
 
 
-class Heart(Protocol):
+class ProgressCounter(Protocol):
     """Counts progress; the server takes an engine whose count stands still for stuck."""
 
     count: int
@@ -30,7 +30,7 @@ class Heart(Protocol):
     def beat(self) -> None: ...
 
 
-class Room(Protocol):
+class RowBudget(Protocol):
     """Says how many bytes rows may still take."""
 
     @property
@@ -45,10 +45,10 @@ class Runner:
         executor: Executor,
         rows: dict[int, Row],
         watch: Stopwatch,
-        heart: Heart,
+        heart: ProgressCounter,
         snapshot: Snapshot,
         faults: Faults,
-        memory: Room,
+        memory: RowBudget,
     ) -> None:
         self.executor = executor
         self.record: list[Operation] = []  # of the iteration
@@ -81,7 +81,7 @@ class Runner:
 
     def follow(self, plan: Plan[T], *, part: str = "") -> T:
         """Carry out what is planned, and give back to the plan what came of each operation. The time counts for `part`.
-        Raises OperationFailed."""
+        Raises OperationFailure."""
         began = self._watch.clock()
         try:
             return follow(plan, self.run)
@@ -90,7 +90,7 @@ class Runner:
                 self._watch.seconds[part] += self._watch.clock() - began
 
     def run(self, operation: Operation) -> Result:
-        """Carry out one operation. Raises OperationFailed."""
+        """Carry out one operation. Raises OperationFailure."""
         self._before(operation)
         started = self._watch.clock()
         outcome = self.executor.run(operation)

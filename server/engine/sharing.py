@@ -16,7 +16,7 @@ from server.engine.prefix_cache import WORTH_KEEPING, PrefixCache, can_trim
 _WINDOWS = ("max_size", "chunk_size")  # attributes that say after how many positions a cache drops its oldest
 
 
-class Sharing:
+class PrefixPolicy:
     """Owned by the loop."""
 
     def __init__(self, prefix: PrefixCache, fresh: Caches, row_bytes: Callable[[int], int]) -> None:

@@ -13,16 +13,16 @@ import mlx.core as mx
 from server.cache_guard import Caches, cache_arrays, parts
 from server.engine.executor import Executor
 from server.engine.groups import Groups
-from server.engine.model import Loaded
+from server.engine.model import LoadedModel
 from server.engine.prefill import Prefill
 from server.ipc.messages import GroupState, PromptProgress, Snapshot
 
 
-class Stock:
+class EngineState:
     """What is in the engine. Owned by the loop."""
 
     def __init__(
-        self, executor: Executor, groups: Groups, prefill: Prefill, loaded: Loaded, snapshot: Snapshot
+        self, executor: Executor, groups: Groups, prefill: Prefill, loaded: LoadedModel, snapshot: Snapshot
     ) -> None:
         self._executor = executor
         self._groups = groups

@@ -34,7 +34,7 @@ Tag = tuple[str | int, ...]  # texts in ordinary tokens, and the ids of control 
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningRule:
     """What the answer may reason, or has to.
 
     Attributes:
@@ -98,7 +98,7 @@ def answer(
     param: str = "",
     lead: Tag = (),
     calls: Calls | FreeCalls | None = None,
-    reasoning: Reasoning | None = None,
+    reasoning: ReasoningRule | None = None,
     prove: Prove = checker.fault,
 ) -> Grammar:
     """The grammar of an answer that is JSON of `schema`, or follows `rule`, behind the tag `lead`, or is calls,
@@ -159,13 +159,13 @@ def _calls(calls: Calls, prove: Prove) -> Iterator[str]:
         yield f"a{index}: {json_rule(schema)}"
 
 
-def _thought(reasoning: Reasoning | None) -> str:
+def _thought(reasoning: ReasoningRule | None) -> str:
     if reasoning is None or not (reasoning.opened or reasoning.wanted):
         return ""
     return "thought " if reasoning.opened else "(opening thought)? "
 
 
-def _thought_rules(reasoning: Reasoning | None) -> Iterator[str]:
+def _thought_rules(reasoning: ReasoningRule | None) -> Iterator[str]:
     if reasoning is None or not (reasoning.opened or reasoning.wanted):
         return
     if not reasoning.opened:

@@ -40,8 +40,8 @@ def fault(grammar: str) -> str:
     return "no text could follow it" if _DEAD_END in matcher.get_error() else ""
 
 
-class Prover:
-    """Asks the other process. Owned by `Served`."""
+class Checker:
+    """Asks the other process. Owned by `AppContext`."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds

@@ -170,7 +170,7 @@ Command = Start | Learn | Submit | Cancel | Drain | Reclaim
 
 
 # ---------------------------------------------------------------- engine → server
-class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
+class LoadFailure(msgspec.Struct, frozen=True, tag="load_failed"):
     """The model can't be loaded; another try would end the same way. One sentence."""
 
     epoch: int
@@ -222,7 +222,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish
 
 
-class Started(msgspec.Struct, frozen=True, array_like=True):
+class RowStart(msgspec.Struct, frozen=True, array_like=True):
     """A row left the engine's own waiting list and its first prefill chunk is done or was not needed."""
 
     seq: int
@@ -238,11 +238,11 @@ class Steps(msgspec.Struct, frozen=True, tag="steps", omit_defaults=True):
     seqs: list[int]
     tokens: list[int]
     ends: list[End] = []
-    started: list[Started] = []
+    started: list[RowStart] = []
     logprobs: dict[int, TokenLogprobs] = {}  # by seq, only rows that ask
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class RowFailure(msgspec.Struct, frozen=True, tag="failed"):
     """One row can't go on; the others don't notice. `kind` is "row" (its own fault), "memory" or "leak"."""
 
     epoch: int
@@ -251,14 +251,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
+class Preemption(msgspec.Struct, frozen=True, tag="preempted"):
     """The row gave its memory back and wants to be submitted again when there is room."""
 
     epoch: int
     seq: int
 
 
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
+class RowIntake(msgspec.Struct, frozen=True, tag="taken"):
     """The engine begins to work on this sequence. Should it die before it says so, the sequence had no part in it."""
 
     epoch: int
@@ -380,7 +380,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):
     still: float = 0.0  # seconds since the count last rose
 
 
-Event = LoadFailed | Ready | Taken | Steps | Failed | Preempted | Rotate | Progress
+Event = LoadFailure | Ready | RowIntake | Steps | RowFailure | Preemption | Rotate | Progress
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

@@ -15,7 +15,7 @@ import mlx.core as mx
 ACCESSOR = "_ZN3mlx4core9allocator9allocatorEv"  # mlx::core::allocator::allocator()
 
 
-class Unavailable(Exception):
+class CountUnavailable(Exception):
     """The count can't be read in this process; the message is the reason for /health."""
 
 
@@ -28,7 +28,7 @@ def library() -> Path:
     """libmlx, as it was loaded by mlx.core."""
     path = package() / "lib" / ("libmlx.dylib" if sys.platform == "darwin" else "libmlx.so")
     if not path.exists():
-        raise Unavailable(f"{path.name} isn't beside mlx.core")
+        raise CountUnavailable(f"{path.name} isn't beside mlx.core")
     return path
 
 
@@ -37,7 +37,7 @@ def address() -> int:
     try:
         accessor = getattr(ctypes.CDLL(str(library())), ACCESSOR)
     except (OSError, AttributeError):
-        raise Unavailable("libmlx doesn't export its allocator") from None
+        raise CountUnavailable("libmlx doesn't export its allocator") from None
     accessor.restype = ctypes.c_void_p
     accessor.argtypes = []
     return int(accessor() or 0)

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from server.memory import allocator
-from server.memory.allocator import Unavailable
+from server.memory.allocator import CountUnavailable
 
 WORD = 8
 WINDOW = 1024  # never look further, whatever the block's size
@@ -26,7 +26,7 @@ PROBE_FLOATS = 1024  # beyond the sizes that MLX serves from a heap of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class CountProbe:
     """What the proof needs of MLX; tests bring another."""
 
     facts: Callable[[], Mapping[str, int]]  # public figures that the same object keeps
@@ -58,10 +58,10 @@ class MetalCount:
 def open_count(own_limit: int | None) -> MetalCount:
     """The count of this process; `own_limit` may only tighten the device's. Raises Unavailable."""
     if not mx.metal.is_available():
-        raise Unavailable("no Metal on this machine")
+        raise CountUnavailable("no Metal on this machine")
     limit = int(mx.device_info(mx.Device(mx.gpu)).get("resource_limit", 0))
     if not limit:
-        raise Unavailable("the device names no resource limit")
+        raise CountUnavailable("the device names no resource limit")
     address = allocator.address()
     offset = locate(address, block_size(address), limit, MLX)
     return MetalCount(address, offset, min(limit, own_limit or limit))
@@ -75,27 +75,27 @@ def block_size(address: int) -> int:
     return int(measure(address))
 
 
-def locate(address: int, block: int, limit: int, probe: Probe) -> int:
+def locate(address: int, block: int, limit: int, probe: CountProbe) -> int:
     """Offset of the count in the object, proved. Raises Unavailable."""
     if not address or address % WORD or block < 4 * WORD:
-        raise Unavailable("the allocator isn't a heap block of known size")
+        raise CountUnavailable("the allocator isn't a heap block of known size")
     size = min(block, WINDOW)
     probe.settle()
     before = _words(address, size)
     if missing := sorted(name for name, value in probe.facts().items() if value not in before):
-        raise Unavailable(f"the allocator doesn't hold the {missing[0]}")
+        raise CountUnavailable(f"the allocator doesn't hold the {missing[0]}")
     places = [i for i in range(len(before) - 1) if before[i + 1] == limit and before[i] <= limit]
     if not places:
-        raise Unavailable("no word of the allocator equals the resource limit")
+        raise CountUnavailable("no word of the allocator equals the resource limit")
     for count in ROUNDS:
         moved = _moves(address, size, count, probe)
         places = [i for i in places if moved[i] == (count, count) and moved[i + 1] == (0, 0)]
     if len(places) != 1:
-        raise Unavailable("no word moved with the buffers" if not places else "more than one word moved")
+        raise CountUnavailable("no word moved with the buffers" if not places else "more than one word moved")
     return places[0] * WORD
 
 
-def _moves(address: int, size: int, count: int, probe: Probe) -> list[tuple[int, int]]:
+def _moves(address: int, size: int, count: int, probe: CountProbe) -> list[tuple[int, int]]:
     """For each word, how far it rose with `count` new buffers and how far it fell without them."""
     probe.settle()
     before = _words(address, size)
@@ -128,4 +128,4 @@ def _settle() -> None:
     mx.clear_cache()
 
 
-MLX = Probe(_facts, _allocate, list.clear, _settle)
+MLX = CountProbe(_facts, _allocate, list.clear, _settle)

@@ -21,7 +21,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from server.memory import allocator
-from server.memory.allocator import Unavailable
+from server.memory.allocator import CountUnavailable
 
 SOURCE = Path(__file__).with_name("live_count.cpp")
 LIMIT = 499_000  # Metal's, so that a soak elsewhere has the same room
@@ -56,7 +56,7 @@ class NativeCount:
     def install(self) -> None:
         """Begin to count, and prove it. Raises Unavailable."""
         if code := self._library.live_install(allocator.address()):
-            raise Unavailable("already counting" if code == 1 else "MLX's allocator has an unknown interface")
+            raise CountUnavailable("already counting" if code == 1 else "MLX's allocator has an unknown interface")
         try:
             self._prove()
         except BaseException:
@@ -79,7 +79,7 @@ class NativeCount:
             del made, computed
             after = self._quiet()
             if (during - before, during - after) != (2 * count, 2 * count):
-                raise Unavailable(
+                raise CountUnavailable(
                     f"{2 * count} buffers were counted as +{during - before} and {after - during}: "
                     "this build of MLX doesn't allocate through its interface"
                 )
@@ -95,7 +95,7 @@ def open_count(folder: Path, limit: int | None) -> NativeCount:
     try:
         count = NativeCount(ctypes.CDLL(str(path)), limit or LIMIT)
     except OSError as error:
-        raise Unavailable(f"the counter can't be loaded: {error}") from None
+        raise CountUnavailable(f"the counter can't be loaded: {error}") from None
     gc.collect()  # what is garbage already must not be freed while we count
     count.install()
     return count
@@ -114,7 +114,7 @@ def build(folder: Path) -> Path:
             _compile(compiler, built)
             os.replace(built, target)  # whole or not at all, also with two engines at it
     except OSError as error:
-        raise Unavailable(f"the counter can't be built in {folder}: {error.strerror}") from None
+        raise CountUnavailable(f"the counter can't be built in {folder}: {error.strerror}") from None
     return target
 
 
@@ -123,7 +123,7 @@ def find_compiler() -> str:
     for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
         if name and (path := shutil.which(name)):
             return path
-    raise Unavailable("no C++ compiler found (CXX, c++, g++, clang++)")
+    raise CountUnavailable("no C++ compiler found (CXX, c++, g++, clang++)")
 
 
 def _compile(compiler: str, target: Path) -> None:
@@ -134,10 +134,10 @@ def _compile(compiler: str, target: Path) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"{compiler} took longer than {BUILD_SECONDS} seconds") from None
+        raise CountUnavailable(f"{compiler} took longer than {BUILD_SECONDS} seconds") from None
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line] or ["no message"]
-        raise Unavailable(f"{compiler} failed: {lines[0].strip()}") from None
+        raise CountUnavailable(f"{compiler} failed: {lines[0].strip()}") from None
 
 
 def _key() -> str:

@@ -60,7 +60,7 @@ RUNGS = {BUFFERS: Rungs(0.75, 0.85, 0.92), BYTES: Rungs(0.80, 0.90, 0.95)}
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PressureReading:
     """A settled reading of one resource. `rising`: its slope is positive beyond doubt."""
 
     resource: str
@@ -70,7 +70,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class PressureAction:
     """What is due, and why."""
 
     name: Verb
@@ -103,7 +103,9 @@ class Pressure:
         """Active bytes from which on no period is waited for."""
         return self._ladders[BYTES].urgent(limit)
 
-    def judge(self, readings: Iterable[Reading], now: float, *, reclaimed: bool = False) -> list[Act]:
+    def judge(
+        self, readings: Iterable[PressureReading], now: float, *, reclaimed: bool = False
+    ) -> list[PressureAction]:
         """Acts that are due. `reclaimed`: the readings were taken straight after a reclaim; then none is asked for."""
         ladders = [(self._ladders[reading.resource], reading) for reading in readings]
         acts = [ladder.act(reading) if reclaimed else ladder.ask(reading, now) for ladder, reading in ladders]
@@ -125,7 +127,7 @@ class _Ladder:
         self._harmless = 0.0  # up to such a reading a reclaim has left enough
         self._above = 0  # readings in a row above the last rung, each after a reclaim
 
-    def ask(self, reading: Reading, now: float) -> Act | None:
+    def ask(self, reading: PressureReading, now: float) -> PressureAction | None:
         """Falls at once. A rise, and a level that lasts, asks for a reclaim."""
         ratio = reading.value / reading.limit
         wanted = self._rungs.level(ratio, self.level)
@@ -144,14 +146,14 @@ class _Ladder:
         """From such a reading on nothing may wait."""
         return max(self._rungs.rotate * limit, min(self._harmless, limit))
 
-    def _wait(self, reading: Reading, *, is_last: bool, is_rise: bool) -> float:
+    def _wait(self, reading: PressureReading, *, is_last: bool, is_rise: bool) -> float:
         """Seconds since the last reclaim before the next. Above the last rung it's a race with the end: bytes are
         given back at once, and a count that rises is read again at once."""
         if is_last and (self._resource == BYTES or (reading.rising and self.level < Level.ROTATE)):
             return 0.0
         return RETRY_SECONDS if is_last or is_rise else RECLAIM_SECONDS
 
-    def act(self, reading: Reading) -> Act | None:
+    def act(self, reading: PressureReading) -> PressureAction | None:
         """What is left to do after a reclaim."""
         before = self.level
         ratio = reading.value / reading.limit
@@ -169,8 +171,8 @@ class _Ladder:
             self.level = Level.HOLD
         return self._due(Verb.HOLD, reading, Level.HOLD) if self.level >= Level.HOLD > before else None
 
-    def _due(self, name: Verb, reading: Reading, level: Level) -> Act:
-        return Act(name, self._resource, reading.value, self._rungs.at(level) * reading.limit)
+    def _due(self, name: Verb, reading: PressureReading, level: Level) -> PressureAction:
+        return PressureAction(name, self._resource, reading.value, self._rungs.at(level) * reading.limit)
 
 
 # ---------------------------------------------------------------- the slope

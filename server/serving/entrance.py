@@ -22,7 +22,7 @@ import server
 from server.api.middleware.security import Names
 from server.errors import Draining, NotReady, RequestError
 from server.metrics import Metrics
-from server.serving.startup import Ended, Startup
+from server.serving.startup import Startup, StartupInterrupt
 from server.settings import Settings
 from server.supervision.supervisor import Supervisor
 
@@ -100,7 +100,7 @@ class Entrance:
         try:
             app, supervisor = await asyncio.wrap_future(made)
             if self._fault is not None:
-                raise Ended
+                raise StartupInterrupt
             await self._life.enter_async_context(app.router.lifespan_context(app))
         except Exception as error:
             self._refuse(NotReady(str(error)))
@@ -136,7 +136,7 @@ class Entrance:
 
     async def _follow(self, supervisor: Supervisor) -> None:
         """The engine's stages are the start's, until it is ready."""
-        with contextlib.suppress(Ended):
+        with contextlib.suppress(StartupInterrupt):
             while supervisor.known is None:
                 if supervisor.stage:
                     self._startup.begin(supervisor.stage)

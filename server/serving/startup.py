@@ -18,7 +18,7 @@ _TICK_SECONDS = 0.25
 log = logging.getLogger("marathon")
 
 
-class Ended(Exception):
+class StartupInterrupt(Exception):
     """The server is to end while it starts."""
 
 
@@ -63,7 +63,7 @@ class Startup:
     def say(self, line: str) -> None:
         """A line about the stage. Raises Ended when the start is given up, which ends work that says how far it is."""
         if self._ended:
-            raise Ended
+            raise StartupInterrupt
         self._newest = line
         self._said = self._clock()
         log.info("%s", line)

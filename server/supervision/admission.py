@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from server.errors import ContextLengthExceeded, ExceedsMemory
+from server.errors import ContextLengthError, ExceedsMemory
 from server.ipc import messages
 from server.ipc.messages import GROWTH
 
@@ -53,10 +53,10 @@ class Capacity:
         return self.weights + self.cost(length) + self.largest(length)
 
     def check(self, sequence: messages.Sequence) -> None:
-        """Raises ContextLengthExceeded or ExceedsMemory for a sequence that could never run."""
+        """Raises ContextLengthError or ExceedsMemory for a sequence that could never run."""
         length = len(sequence.prompt) + 1
         if length > self.context:
-            raise ContextLengthExceeded.of(len(sequence.prompt), self.context)
+            raise ContextLengthError.of(len(sequence.prompt), self.context)
         if self.limit and self.least(length) > self.limit:
             raise ExceedsMemory(
                 f"A prompt of {len(sequence.prompt)} tokens needs {self.least(length)} bytes, weights included; the "

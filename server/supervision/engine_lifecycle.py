@@ -1,8 +1,8 @@
 """One engine after the other: start, feed, watch, end, start again.
 
 Owns the living engine and decides when it ends and when the next one begins. Event-loop thread only. The generations
-are the roster's: it's told when there is an engine to feed and when that is lost. Requests, HTTP and shutdown are the
-supervisor's.
+are the scheduler's: it's told when there is an engine to feed and when that is lost. Requests, HTTP and shutdown are
+the supervisor's.
 
 Planned or not, the end of an engine is always the same: what it still said is heard, its generations are taken back,
 what is left of its process is killed and reaped, and only then the next one starts and goes on with them. While none
@@ -20,18 +20,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from server.errors import GenerationFailed, NotReady
+from server.errors import GenerationError, NotReady
 from server.ipc import messages
 from server.settings import Settings
 from server.supervision import engine_process as seam
 from server.supervision.admission import Capacity
-from server.supervision.engine_process import Engine, Link
+from server.supervision.engine_process import Engine, EngineConnection
 from server.supervision.generation import Cause, Generation
 from server.supervision.liveness import Liveness, Overdue
-from server.supervision.outputs import Counts
+from server.supervision.outputs import OutputCounts
 from server.supervision.prefill_log import PrefillLog
-from server.supervision.probation import MAX_STRIKES
-from server.supervision.scheduler import Roster
+from server.supervision.probation import MAX_BLAMED
+from server.supervision.scheduler import Scheduler
 from server.supervision.timeouts import GOOD_LIFE, HASTY_ROTATIONS, Backoff, RotationPace, StallLimit
 
 FAILED_STARTS = 3  # in a row, until new requests are refused
@@ -51,15 +51,15 @@ Ending = Literal["stall", "rotation", "start", "stop"]  # why we end it ourselve
 log = logging.getLogger("marathon")
 
 
-class Succession:
+class EngineLifecycle:
     """The engines of one server. Attributes are for reading; `down` says in words why there is none to be had."""
 
     def __init__(
         self,
         settings: Settings,
         model_path: str,
-        counts: Counts,
-        roster: Roster,
+        counts: OutputCounts,
+        scheduler: Scheduler,
         spawn: Callable[[int], Engine],
         on_load_failed: Callable[[str], None],
         backoff: Backoff,
@@ -67,7 +67,7 @@ class Succession:
         self.ready: messages.Ready | None = None
         self.known: messages.Ready | None = None
         self.snapshot: messages.Snapshot | None = None
-        self.link: Link | None = None
+        self.link: EngineConnection | None = None
         self.ending: Ending | None = None
         self.worked = -math.inf  # when an engine got something done last: a step, or a chunk of a prompt
         self.epoch = self.restarts = self.failed_starts = 0
@@ -81,14 +81,14 @@ class Succession:
         self._settings = settings
         self._model_path = model_path
         self._counts = counts
-        self._roster = roster
-        self._clock = roster.clock
+        self._scheduler = scheduler
+        self._clock = scheduler.clock
         self._spawn = spawn
         self._on_load_failed = on_load_failed
         self._tokens: messages.TokenTable | None = None
         self._stall = StallLimit(settings.stall_seconds)
         self._pace = RotationPace(settings.rotate_min_seconds)
-        self._prefill_log = PrefillLog(roster.clock)
+        self._prefill_log = PrefillLog(scheduler.clock)
         self._latest: asyncio.TimerHandle | None = None  # when one that was asked to leave is killed
         self._stopped = asyncio.Event()
         self._failure = ""  # what the engine itself said about a failed start
@@ -125,7 +125,7 @@ class Succession:
             engine = self._spawn(self.epoch)
         except OSError as error:
             return self._start_failed(f"no process can be started: {error}")
-        self.link = link = Link(engine, self.epoch, self._on_event)
+        self.link = link = EngineConnection(engine, self.epoch, self._on_event)
         try:
             probe = self.known.probe if self.known else None  # the model is the same; what it costs is known
             settings = self._settings.model_dump_json(exclude=_PRIVATE)
@@ -156,7 +156,7 @@ class Succession:
             self.restarts += 1
             self._counts.engine_restarted(cause)
             self.down = "the engine is being replaced" if cause == "rotation" else "the engine was lost and starts anew"
-        for generation in self._roster.take_back(cause, planned=self.ending in ("rotation", "stop")):
+        for generation in self._scheduler.take_back(cause, planned=self.ending in ("rotation", "stop")):
             self._convict(generation)
         if self.snapshot is not None:
             last = self.snapshot
@@ -169,13 +169,13 @@ class Succession:
         past = generation.past
         log.warning(
             "sequence %d has cost %d engines without a token (limit %d) and is ended",
-            generation.seq, past.barren, MAX_STRIKES,
+            generation.seq, past.barren, MAX_BLAMED,
         )  # fmt: skip
-        self._act("quarantine", past.barren, MAX_STRIKES)
+        self._act("quarantine", past.barren, MAX_BLAMED)
         message = f"The engine was lost {past.deaths} times while it worked on this request; it isn't tried again."
-        self._roster.fail(generation.live, GenerationFailed(message))
+        self._scheduler.fail(generation.live, GenerationError(message))
 
-    def _account(self, link: Link, was_ready: bool, end: str) -> float:
+    def _account(self, link: EngineConnection, was_ready: bool, end: str) -> float:
         """What its end means for the next start: seconds to wait."""
         if link.garbage is not None:
             end = f"sent what is no message ({link.garbage}) and {end}"
@@ -187,7 +187,7 @@ class Succession:
         if not was_ready:
             return self._start_failed(self._failure or f"it {end}")
         log.warning(
-            "engine %d (epoch %d) %s; waiting for the next: %d", link.pid, link.epoch, end, self._roster.waiting
+            "engine %d (epoch %d) %s; waiting for the next: %d", link.pid, link.epoch, end, self._scheduler.waiting
         )
         if self._served or self.ending == "rotation" or self._age() > GOOD_LIFE:
             self.backoff.good()
@@ -198,13 +198,13 @@ class Succession:
     def _start_failed(self, why: str) -> float:
         self.failed_starts += 1
         self.backoff.bad()
-        pause = min(self.backoff.seconds(), AWAITED_SECONDS if self._roster.waiting else math.inf)
+        pause = min(self.backoff.seconds(), AWAITED_SECONDS if self._scheduler.waiting else math.inf)
         times = "" if self.failed_starts == 1 else f", {self.failed_starts} times in a row"
         self.down = f"the engine couldn't be started{times}: {why}"
-        log.error("%s; the next try is in %.3g s; waiting for it: %d", self.down, pause, self._roster.waiting)
+        log.error("%s; the next try is in %.3g s; waiting for it: %d", self.down, pause, self._scheduler.waiting)
         if self.hopeless:
             self.decided.set()
-            self._roster.fail_unbegun(self.not_ready())
+            self._scheduler.fail_unbegun(self.not_ready())
         return pause
 
     @property
@@ -236,20 +236,20 @@ class Succession:
                 self._life.move(self.worked)
                 if event.tokens:
                     self._served = True
-                self._roster.steps(event)
-            case messages.Taken():
-                self._roster.taken(event.seq)
+                self._scheduler.steps(event)
+            case messages.RowIntake():
+                self._scheduler.taken(event.seq)
             case messages.Progress():
                 self._progressed(event)
-            case messages.Failed():
-                self._roster.failed(event)
-            case messages.Preempted():
-                self._roster.preempted(event.seq)
+            case messages.RowFailure():
+                self._scheduler.failed(event)
+            case messages.Preemption():
+                self._scheduler.preempted(event.seq)
             case messages.Rotate():
                 self._rotate(event)
             case messages.Ready():
                 self._is_ready(event)
-            case messages.LoadFailed():
+            case messages.LoadFailure():
                 self._could_not_load(event.message)
 
     def _is_ready(self, ready: messages.Ready) -> None:
@@ -260,7 +260,7 @@ class Succession:
         self.decided.set()
         log.info("engine %d (epoch %d) is ready after %.1f s", self.link.pid, self.epoch, self._life.loading_seconds)
         if self.ending is None:
-            self._roster.feed(self.link, Capacity(ready, self._settings.context, self._settings.max_rows))
+            self._scheduler.feed(self.link, Capacity(ready, self._settings.context, self._settings.max_rows))
 
     def _could_not_load(self, message: str) -> None:
         assert self.link is not None
@@ -269,17 +269,17 @@ class Succession:
         if self.known is None:  # no engine ever did: it's the model or the settings, and no other try will help
             self.load_failed = self.down = message
             self.decided.set()
-            self._roster.fail_all(self.not_ready())
+            self._scheduler.fail_all(self.not_ready())
             self._on_load_failed(message)
 
     def _progressed(self, progress: messages.Progress) -> None:
         self.stage = progress.stage
-        if self._life.progressed(progress, self._clock()) and self._roster.running:
+        if self._life.progressed(progress, self._clock()) and self._scheduler.running:
             self.worked = self._life.moved
         if progress.snapshot is not None:
             self.snapshot = progress.snapshot
             self._prefill_log.observe(progress.snapshot.prompts)
-            self._roster.observe(progress.snapshot)
+            self._scheduler.observe(progress.snapshot)
 
     # ---------------------------------------------------------------- ending it ourselves
     def _rotate(self, wish: messages.Rotate) -> None:
@@ -300,12 +300,12 @@ class Succession:
                 f"{self._pace.minimum:g} s (--rotate-min-seconds) doesn't help."
             )
             log.error("%s", message)
-            self._roster.fail_running(GenerationFailed(message))
+            self._scheduler.fail_running(GenerationError(message))
 
-    def _leave(self, link: Link, ending: Ending) -> None:
+    def _leave(self, link: EngineConnection, ending: Ending) -> None:
         """Asks it to go, and sees to it that it does."""
         self.ending = ending
-        self._roster.hold()
+        self._scheduler.hold()
         if self._latest is not None:
             self._latest.cancel()
         if self.ready is None:  # still loading: it couldn't listen
@@ -344,11 +344,11 @@ class Succession:
     def _give_up(self) -> None:
         """No engine for so long that the answers under way shouldn't wait for the next."""
         before = self._clock() - self._settings.outage_seconds
-        if self._roster.waiting and self.worked <= before:
-            self._roster.fail_lost(before, self.not_ready())
+        if self._scheduler.waiting and self.worked <= before:
+            self._scheduler.fail_lost(before, self.not_ready())
 
-    def _check(self, link: Link) -> None:
-        if self.ready is not None and not self._roster.running:
+    def _check(self, link: EngineConnection) -> None:
+        if self.ready is not None and not self._scheduler.running:
             self._life.rest(self._clock())
         if self._overdue() or self._life.is_mute(self._clock()):
             link.drain()  # if it was us who didn't listen, its news is here
@@ -359,19 +359,19 @@ class Succession:
             log.warning("engine %d hasn't been heard of for %.1f s", link.pid, self._life.silence(self._clock()))
         if (overdue := self._overdue()) is not None:
             self._kill(link, overdue)
-        elif self.ready is not None and self._roster.running:
+        elif self.ready is not None and self._scheduler.running:
             self._stall.worked(self._life.work_seconds, self.snapshot)
 
     def _overdue(self) -> Overdue | None:
-        return self._life.overdue(self._clock(), self.snapshot, self._roster.busy_since)
+        return self._life.overdue(self._clock(), self.snapshot, self._scheduler.busy_since)
 
-    def _kill(self, link: Link, overdue: Overdue) -> None:
+    def _kill(self, link: EngineConnection, overdue: Overdue) -> None:
         log.warning("engine %d %s and is killed", link.pid, overdue.words)
         self.ending = "stall"
         if self.ready is None:
             self.ending = "start"
             self._failure = f"it {overdue.words}"
-        self._roster.hold()
+        self._scheduler.hold()
         self._act("kill_stalled", overdue.age, overdue.limit)
         if overdue.what == "stall" and self._stall.killed():
             log.warning("engines were stuck twice in a row or more: the next stall limit is doubled")

@@ -104,7 +104,7 @@ def spawn(epoch: int) -> Engine:
     return launch([sys.executable, "-P", "-m", "server.engine"])
 
 
-class Link:
+class EngineConnection:
     """The server's end of one engine's life. `lost` is set once, after the last event."""
 
     def __init__(self, engine: Engine, epoch: int, on_event: Callable[[messages.Event], None]) -> None:

@@ -1,7 +1,8 @@
 """What the server keeps of each live generation, and how its reader gets at it.
 
-Owns `Live` (one request), its `Generation`s (one a choice) and the `Delta`s read from them. Event-loop thread only.
-Never talks to an engine: whatever needs one is asked of the `Keeper`, which is the supervisor.
+Owns `GenerationHandle` (one request), its `Generation`s (one a choice) and the `GenerationDelta`s read from them.
+Event-loop thread only. Never talks to an engine: whatever needs one is asked of the `GenerationOwner`, which is the
+supervisor.
 
 A generation is its sequence and every id delivered so far; that is all it takes to continue it elsewhere. Ids are
 stored once: a reader that falls behind costs a larger slice, never a queue.
@@ -18,14 +19,14 @@ from typing import Literal, Protocol
 from server.errors import RequestError
 from server.ipc import messages
 from server.ipc.messages import Finish, PromptProgress, TokenLogprobs
-from server.supervision.probation import Past
+from server.supervision.probation import DeathRecord
 
 Cause = Literal["crash", "stall", "rotation", "preemption"]
 Phase = Literal["queued", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class GenerationDelta:
     """News of one choice: ids delivered since the last read. A drawn stop id is the last of them."""
 
     tokens: list[int]
@@ -37,14 +38,14 @@ class Delta:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One sequence on its way. Written by the supervisor, read by its `Live`."""
+    """One sequence on its way. Written by the supervisor, read by its `GenerationHandle`."""
 
     seq: int
     index: int  # among the sequences given to open
     sequence: messages.Sequence
-    live: Live
+    live: GenerationHandle
     generated: list[int] = field(default_factory=list)
-    past: Past = field(default_factory=Past)
+    past: DeathRecord = field(default_factory=DeathRecord)
     taken: bool = False  # the engine that it is in has begun to work on it
     ended: bool = False  # finished, cancelled or failed: no engine has it or will
     reason: Finish | None = None  # why it finished
@@ -74,12 +75,12 @@ class Generation:
             return "queued"
         return "decode" if self.generated else "prefill"
 
-    def news(self) -> Delta | None:
+    def news(self) -> GenerationDelta | None:
         """What the reader hasn't had yet; None if it has had all."""
         tokens = self.generated[self.read :]
         if not tokens and self.finish is None:
             return None
-        delta = Delta(tokens, self.logprobs, self.finish, self.cached, self.prompt_logprobs)
+        delta = GenerationDelta(tokens, self.logprobs, self.finish, self.cached, self.prompt_logprobs)
         self.read += len(tokens)
         self.logprobs = []
         self.finish = None
@@ -88,19 +89,19 @@ class Generation:
         return delta
 
 
-class Keeper(Protocol):
+class GenerationOwner(Protocol):
     """Who runs the generations of a Live."""
 
     def clock(self) -> float: ...
 
     def release(self, generation: Generation) -> None: ...
 
-    def leave(self, live: Live) -> None: ...  # which releases what still runs
+    def leave(self, live: GenerationHandle) -> None: ...  # which releases what still runs
 
-    def prefill_progress(self, live: Live) -> PromptProgress | None: ...
+    def prefill_progress(self, live: GenerationHandle) -> PromptProgress | None: ...
 
 
-class Live:
+class GenerationHandle:
     """One request: an async context manager; leaving it cancels whatever still runs.
 
     Enter it right after `Supervisor.open`, or `close` it: until then its rows are held for nobody.
@@ -112,7 +113,7 @@ class Live:
     """
 
     def __init__(
-        self, keeper: Keeper, sequences: Sequence[messages.Sequence], endpoint: str, seqs: Sequence[int]
+        self, keeper: GenerationOwner, sequences: Sequence[messages.Sequence], endpoint: str, seqs: Sequence[int]
     ) -> None:
         self.sequences = list(sequences)
         self.endpoint = endpoint
@@ -128,7 +129,7 @@ class Live:
         self._alarm: asyncio.TimerHandle | None = None
         self._wake_at = 0.0
 
-    async def __aenter__(self) -> Live:
+    async def __aenter__(self) -> GenerationHandle:
         return self
 
     async def __aexit__(
@@ -165,7 +166,7 @@ class Live:
         generation.read = len(generation.generated)
         generation.finish = None
 
-    async def read(self, timeout: float) -> list[tuple[int, Delta]]:
+    async def read(self, timeout: float) -> list[tuple[int, GenerationDelta]]:
         """News of the choices, as (index, Delta); [] after `timeout` seconds of silence.
 
         Raises a RequestError when the request can't go on, after what came before it was read.
@@ -177,7 +178,7 @@ class Live:
             news = self._news()
         return news
 
-    def _news(self) -> list[tuple[int, Delta]]:
+    def _news(self) -> list[tuple[int, GenerationDelta]]:
         news = [(g.index, delta) for g in self.generations if (delta := g.news()) is not None]
         if not news and self.error is not None:
             raise self.error

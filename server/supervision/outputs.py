@@ -15,7 +15,7 @@ from server.ipc import messages
 from server.supervision.generation import Generation
 
 
-class Counts(Protocol):
+class OutputCounts(Protocol):
     """What is told to the metrics. Every verb is cheap and raises nothing."""
 
     def generated(self, count: int) -> None: ...
@@ -35,10 +35,10 @@ class Counts(Protocol):
     def action(self, name: str) -> None: ...
 
 
-class Delivery:
+class OutputRouter:
     """Hands on what the engine says."""
 
-    def __init__(self, counts: Counts, clock: Callable[[], float]) -> None:
+    def __init__(self, counts: OutputCounts, clock: Callable[[], float]) -> None:
         self._counts = counts
         self._clock = clock
 
@@ -77,7 +77,7 @@ class Delivery:
         if tokens:
             self._counts.generated(tokens)
 
-    def _started(self, generation: Generation, started: messages.Started) -> None:
+    def _started(self, generation: Generation, started: messages.RowStart) -> None:
         if generation.cause is not None and generation.started:
             self._counts.recomputed(generation.cause, generation.length - started.cached)
         if not generation.started:

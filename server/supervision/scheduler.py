@@ -17,14 +17,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from server.errors import ExceedsMemory, GenerationFailed, QueueFull, RequestError, RequestTimeout
+from server.errors import ExceedsMemory, GenerationError, QueueFull, RequestError, RequestTimeout
 from server.ipc import messages
 from server.supervision import probation
 from server.supervision.admission import Capacity, Outlook, Room
-from server.supervision.engine_process import Link
-from server.supervision.generation import Cause, Generation, Live
-from server.supervision.outputs import Counts, Delivery
-from server.supervision.timeouts import Departures
+from server.supervision.engine_process import EngineConnection
+from server.supervision.generation import Cause, Generation, GenerationHandle
+from server.supervision.outputs import OutputCounts, OutputRouter
+from server.supervision.timeouts import DrainRate
 
 RECLAIM_SECONDS = 10.0  # between two wishes of ours that the engine frees what it can
 TURN_SECONDS = 30.0  # until one that runs apart has its turn, however many others there are
@@ -32,23 +32,23 @@ TURN_SECONDS = 30.0  # until one that runs apart has its turn, however many othe
 log = logging.getLogger("marathon")
 
 
-class Roster:
+class Scheduler:
     """All live generations. `lives` are the requests that nobody has left yet."""
 
-    def __init__(self, counts: Counts, clock: Callable[[], float], queue_limit: int) -> None:
+    def __init__(self, counts: OutputCounts, clock: Callable[[], float], queue_limit: int) -> None:
         self.clock = clock
-        self.lives: set[Live] = set()
+        self.lives: set[GenerationHandle] = set()
         self.running: dict[int, Generation] = {}
         self.queue_limit = queue_limit
         self._counts = counts
-        self._delivery = Delivery(counts, clock)
+        self._router = OutputRouter(counts, clock)
         self._queue: deque[Generation] = deque()
         self._returning: deque[Generation] = deque()
         self._tried: Generation | None = None  # the one on probation in the engine
         self._seqs = itertools.count(1)
         self._outlook = Outlook()
-        self._departures = Departures()
-        self._link: Link | None = None
+        self._drain_rate = DrainRate()
+        self._link: EngineConnection | None = None
         self._capacity: Capacity | None = None
         self._feeding = False
         self._fed = 0.0  # since when
@@ -69,10 +69,10 @@ class Roster:
 
     def retry_after(self) -> int:
         """Seconds until a further request has a chance."""
-        return self._departures.retry_after(self.waiting)
+        return self._drain_rate.retry_after(self.waiting)
 
     # ---------------------------------------------------------------- in and out
-    def enter(self, sequences: Sequence[messages.Sequence], endpoint: str, deadline: float | None) -> Live:
+    def enter(self, sequences: Sequence[messages.Sequence], endpoint: str, deadline: float | None) -> GenerationHandle:
         """A new request; starts at once if there is room. Raises QueueFull when there is none to wait either."""
         waiting = sum(g.cause is None for g in self._queue)
         if waiting + len(sequences) - self._startable(sequences) > self.queue_limit:
@@ -80,7 +80,7 @@ class Roster:
                 f"The queue is full: {waiting} waiting, and no more than {self.queue_limit} may.",
                 retry_after=self.retry_after(),
             )
-        live = Live(self, sequences, endpoint, [next(self._seqs) for _ in sequences])
+        live = GenerationHandle(self, sequences, endpoint, [next(self._seqs) for _ in sequences])
         if deadline is not None:
             delay = max(0.0, deadline - self.clock())
             live.expiry = asyncio.get_running_loop().call_later(delay, self._expire, live)
@@ -104,13 +104,13 @@ class Roster:
             count += 1
         return count
 
-    def _expire(self, live: Live) -> None:
+    def _expire(self, live: GenerationHandle) -> None:
         seconds = self.clock() - live.arrived
         self.fail(
             live, RequestTimeout(f"The request wasn't done within its {seconds:.3g} seconds; time waited counts.")
         )
 
-    def fail(self, live: Live, error: RequestError) -> None:
+    def fail(self, live: GenerationHandle, error: RequestError) -> None:
         """The request ends with an error; its rows are free."""
         self._fail(live, error)
         self.pump()
@@ -129,12 +129,12 @@ class Roster:
             lambda live: any(g.cause and not g.ended and g.lost <= before for g in live.generations), error
         )
 
-    def _fail_where(self, ends: Callable[[Live], bool], error: RequestError) -> None:
+    def _fail_where(self, ends: Callable[[GenerationHandle], bool], error: RequestError) -> None:
         for live in self.lives:
             if ends(live) and not all(generation.ended for generation in live.generations):
                 self._fail(live, error)
 
-    def _fail(self, live: Live, error: RequestError) -> None:
+    def _fail(self, live: GenerationHandle, error: RequestError) -> None:
         live.fail(error)
         for generation in live.generations:
             self._drop(generation)
@@ -159,11 +159,11 @@ class Roster:
             self._tried = None
         now = self.clock()
         if generation.submitted:
-            self._departures.left(now)
+            self._drain_rate.left(now)
         if generation.first:
             self._counts.decode_time(now - generation.first)
 
-    def leave(self, live: Live) -> None:
+    def leave(self, live: GenerationHandle) -> None:
         """Its reader has gone."""
         if live not in self.lives:
             return
@@ -179,14 +179,14 @@ class Roster:
         tokens = sum(len(generation.generated) for generation in live.generations)
         self._counts.finished(live.endpoint, outcome, self.clock() - live.arrived, prompt_tokens, tokens)
 
-    def prefill_progress(self, live: Live) -> messages.PromptProgress | None:
+    def prefill_progress(self, live: GenerationHandle) -> messages.PromptProgress | None:
         """How far the engine is with reading a request's prompt; None where it doesn't read one."""
         seqs = {g.seq for g in live.generations if g.seq in self.running and (not g.generated or g.cause)}
         reading = [prompt for prompt in self._snapshot.prompts if prompt.seq in seqs]
         return max(reading, key=lambda prompt: prompt.done, default=None)
 
     # ---------------------------------------------------------------- to the engine
-    def feed(self, link: Link, capacity: Capacity) -> None:
+    def feed(self, link: EngineConnection, capacity: Capacity) -> None:
         """This engine is ready for work."""
         self._link = link
         self._capacity = capacity
@@ -292,7 +292,7 @@ class Roster:
 
     def steps(self, step: messages.Steps) -> None:
         """One loop iteration of the engine: beginnings, a token for each row, ends."""
-        self._delivery.deliver(step, self.running)
+        self._router.deliver(step, self.running)
         for end in step.ends:
             self._finish(end)
         if self._tried is not None or self._returning:
@@ -311,16 +311,16 @@ class Roster:
     def _advance(self) -> None:
         """Somebody has delivered: the one on probation may be off it, the next may have its turn."""
         if self._tried is not None and probation.has_proved_itself(self._tried):
-            probation.acquit(self._tried)
+            probation.release(self._tried)
             self._tried = None
         self.pump()
 
-    def failed(self, failure: messages.Failed) -> None:
+    def failed(self, failure: messages.RowFailure) -> None:
         """One row can't go on, and so its request can't."""
         if (generation := self.running.pop(failure.seq, None)) is None:
             return
         self._end(generation)
-        kind = ExceedsMemory if failure.kind == "memory" else GenerationFailed
+        kind = ExceedsMemory if failure.kind == "memory" else GenerationError
         self.fail(generation.live, kind(failure.message))
 
     def preempted(self, seq: int) -> None:
@@ -356,7 +356,7 @@ class Roster:
         """Those that the engine hadn't begun with had no more part in its death than those that waited."""
         aboard = [generation for generation in lost if generation.taken]
         absent = [*(generation for generation in lost if not generation.taken), *self._returning]
-        return probation.judge(aboard, stalled=stalled, age=self.clock() - self._fed, absent=absent)
+        return probation.record_death(aboard, stalled=stalled, age=self.clock() - self._fed, absent=absent)
 
     def _lost(self, generation: Generation, cause: Cause) -> None:
         if generation.cause is None:
@@ -374,7 +374,7 @@ def _unread(generation: Generation) -> int:
     return generation.length if generation.cause is not None or not generation.generated else 0
 
 
-def _outcome(live: Live, unfinished: bool) -> str:
+def _outcome(live: GenerationHandle, unfinished: bool) -> str:
     if live.error is not None:
         return "error"
     if unfinished:

@@ -1,7 +1,7 @@
 """The server's side of inference: takes sequences, keeps them going whatever happens to the engine, gives ids back.
 
 Owns the request's way in (refusals before any work) and the server's way out (drain). Event-loop thread only. Engines
-are `succession`'s, live generations `roster`'s. It knows no text and no HTTP, and evaluates no array.
+are `succession`'s, live generations `scheduler`'s. It knows no text and no HTTP, and evaluates no array.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from server.ipc import messages
 from server.settings import Settings
 from server.supervision import engine_process
 from server.supervision.admission import Capacity
-from server.supervision.engine_lifecycle import Succession
-from server.supervision.generation import Delta, Live
-from server.supervision.outputs import Counts
-from server.supervision.scheduler import Roster
+from server.supervision.engine_lifecycle import EngineLifecycle
+from server.supervision.generation import GenerationHandle
+from server.supervision.outputs import OutputCounts
+from server.supervision.scheduler import Scheduler
 from server.supervision.timeouts import Backoff
 
-__all__ = ["Counts", "Delta", "Live", "Supervisor"]
+__all__ = ["GenerationHandle", "OutputCounts", "Supervisor"]
 
 
 class Supervisor:
@@ -42,7 +42,7 @@ class Supervisor:
         self,
         settings: Settings,
         model_path: str | Path,
-        counts: Counts,
+        counts: OutputCounts,
         *,
         spawn: Callable[[int], engine_process.Engine] = engine_process.spawn,
         clock: Callable[[], float] = time.monotonic,
@@ -52,19 +52,21 @@ class Supervisor:
         self.draining = False
         self.clock = clock
         self._settings = settings
-        self._roster = Roster(counts, clock, settings.queue_limit)
-        self._engines = Succession(
-            settings, str(model_path), counts, self._roster, spawn, on_load_failed, backoff or Backoff()
+        self._scheduler = Scheduler(counts, clock, settings.queue_limit)
+        self._engines = EngineLifecycle(
+            settings, str(model_path), counts, self._scheduler, spawn, on_load_failed, backoff or Backoff()
         )
         self._stop_at = math.inf
         self._run: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     # ---------------------------------------------------------------- requests
-    def open(self, sequences: Sequence[messages.Sequence], *, endpoint: str, deadline: float | None = None) -> Live:
+    def open(
+        self, sequences: Sequence[messages.Sequence], *, endpoint: str, deadline: float | None = None
+    ) -> GenerationHandle:
         """A new request; enter the result at once. `deadline` is a time of `clock`.
 
-        Raises before any work: Draining, NotReady, ContextLengthExceeded, ExceedsMemory, QueueFull.
+        Raises before any work: Draining, NotReady, ContextLengthError, ExceedsMemory, QueueFull.
         """
         if self.draining:
             raise self._draining()
@@ -75,7 +77,7 @@ class Supervisor:
             capacity.check(sequence)
         if deadline is None and (seconds := self._settings.request_timeout_seconds) is not None:
             deadline = self.clock() + seconds
-        return self._roster.enter(sequences, endpoint, deadline)
+        return self._scheduler.enter(sequences, endpoint, deadline)
 
     def _draining(self) -> Draining:
         return Draining("The server is shutting down.", retry_after=max(1, math.ceil(self._settings.drain_seconds)))
@@ -111,10 +113,10 @@ class Supervisor:
         self.draining = True
         self._engines.decided.set()  # whoever waits for a first engine waits no longer
         self._stop_at = min(self._stop_at, deadline)
-        while self._roster.lives and self.clock() < self._stop_at:
+        while self._scheduler.lives and self.clock() < self._stop_at:
             await asyncio.sleep(0.02)
-        self._roster.hold()
-        self._roster.fail_all(self._draining())
+        self._scheduler.hold()
+        self._scheduler.fail_all(self._draining())
         self._engines.end()
         if self._run is not None and self._watch is not None:
             await asyncio.wait([self._run])
@@ -197,12 +199,12 @@ class Supervisor:
     @property
     def running(self) -> int:
         """Sequences in the engine."""
-        return len(self._roster.running)
+        return len(self._scheduler.running)
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for room or for an engine."""
-        return self._roster.waiting
+        return self._scheduler.waiting
 
     @property
     def queue_limit(self) -> int:

@@ -82,7 +82,7 @@ class RotationPace:
         return True
 
 
-class Departures:
+class DrainRate:
     """When sequences left lately; says when it's worth asking again."""
 
     def __init__(self) -> None:

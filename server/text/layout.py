@@ -5,24 +5,26 @@ Owns the translation of a model's format into the parts of a grammar. Runs in th
 
 from __future__ import annotations
 
-from server.grammar.build import CallStyle, FreeCalls, Reasoning, Tag
+from server.grammar.build import CallStyle, FreeCalls, ReasoningRule, Tag
 from server.text.tokenizer import ChatPrompt, Tokenizer, ToolFormat
 from server.text.tokens import harmony
 from server.text.tokens.control import NORMAL, Tags
 
 
-def reasoning(tokenizer: Tokenizer, tags: Tags, prompt: ChatPrompt, *, wanted: bool, is_text: bool) -> Reasoning | None:
+def reasoning(
+    tokenizer: Tokenizer, tags: Tags, prompt: ChatPrompt, *, wanted: bool, is_text: bool
+) -> ReasoningRule | None:
     """What may be reasoned before the answer. `wanted`: the request lets the model think. `is_text`: the answer is no
     JSON and no call, so that it may begin with whatever a tag is spelled with."""
     if tokenizer.speaks_harmony:
         start = _joined(tags, harmony.CHANNEL, "analysis", harmony.MESSAGE)
         behind = _joined(tags, harmony.START, "assistant")
-        return Reasoning(start, tags.tag(harmony.END), False, wanted and not prompt.settled, behind)
+        return ReasoningRule(start, tags.tag(harmony.END), False, wanted and not prompt.settled, behind)
     if tokenizer.think is None:
         return None
     start, end = (tags.tag(text) for text in tokenizer.think)
     spelled = is_text and isinstance(start[0], str)
-    return Reasoning(start, end, prompt.reasoning, wanted and (prompt.reasoning or not (prompt.settled or spelled)))
+    return ReasoningRule(start, end, prompt.reasoning, wanted and (prompt.reasoning or not (prompt.settled or spelled)))
 
 
 def lead(tokenizer: Tokenizer, tags: Tags) -> Tag:

@@ -168,7 +168,7 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False, bos: bool = True, most: int | None = None) -> list[int]:
         """Ids of a bare text. What spells a control token in it stays text unless `special`.
 
-        Raises ContextLengthExceeded for a text that is far longer than `most` tokens, without reading all of it.
+        Raises ContextLengthError for a text that is far longer than `most` tokens, without reading all of it.
         """
         return self._encoder.encode(text, special=special, bos=bos, most=most)
 
@@ -186,7 +186,7 @@ class Tokenizer:
         """The prompt for the next answer, or for going on with the last message; without `begin_answer` for neither.
 
         Raises InvalidValue when the model has no template, or with the template's words when it refuses, and
-        ContextLengthExceeded for a prompt that is far longer than `most` tokens, without reading all of it.
+        ContextLengthError for a prompt that is far longer than `most` tokens, without reading all of it.
         """
         begins = begin_answer and not continue_final_message
         made = self._template.render(messages, tools, kwargs or {}, reasoning_effort, continue_final_message, begins)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import HELLO, MODEL, USER, engine, run_server, says, tokenizer
 
-from server.api.output.choices import Scored
+from server.api.output.choices import ScoredToken
 from server.api.output.logprobs import Lists
-from server.api.output.schema import Text, TextCompletion, Tokens
+from server.api.output.schema import DetokenizeAnswer, TextCompletion, TokenizeAnswer
 from server.ipc.messages import TokenLogprobs
 
 ABC = tokenizer().encode("a b c", bos=False)
@@ -152,7 +152,10 @@ async def test_logprobs_are_parallel_lists_whose_tokens_join_to_the_text() -> No
 def test_the_drawn_token_is_always_among_the_alternatives() -> None:
     token, other = ABC[0], ABC[1]
     lists = Lists(tokenizer(), 5)
-    scored = [Scored(token, TokenLogprobs(-5.0, [(other, -0.1)])), Scored(token, TokenLogprobs(float("-inf"), []))]
+    scored = [
+        ScoredToken(token, TokenLogprobs(-5.0, [(other, -0.1)])),
+        ScoredToken(token, TokenLogprobs(float("-inf"), [])),
+    ]
     made = lists.answer(scored)
     assert made["top_logprobs"][0] == {tokenizer().spell(other)[0]: -0.1, tokenizer().spell(token)[0]: -5.0}
     assert made["token_logprobs"][1] < -1000, "minus infinity is no JSON number"
@@ -166,12 +169,12 @@ BYTES = {tokenizer().token_bytes(token): token for token in reversed(range(token
 def test_offsets_are_where_tokens_begin_whatever_their_bytes(characters: list[bytes]) -> None:
     data = [(place, bytes([byte])) for place, character in enumerate(characters) for byte in character]
     assert len(b"".join(characters).decode(errors="replace")) == len(characters)
-    made = Lists(tokenizer(), 1).answer([Scored(BYTES[byte], TokenLogprobs(-1.0, [])) for _, byte in data])
+    made = Lists(tokenizer(), 1).answer([ScoredToken(BYTES[byte], TokenLogprobs(-1.0, [])) for _, byte in data])
     assert made["text_offset"] == [place for place, _ in data]
 
 
-def scored(*tokens: int) -> list[Scored]:
-    return [Scored(token, TokenLogprobs(-1.0, [])) for token in tokens]
+def scored(*tokens: int) -> list[ScoredToken]:
+    return [ScoredToken(token, TokenLogprobs(-1.0, [])) for token in tokens]
 
 
 def test_half_a_surrogate_shows_as_two_characters() -> None:
@@ -228,7 +231,7 @@ async def test_both_forms_of_tokenize_are_understood() -> None:
         pieces = (await site.post("/tokenize", {"content": "é\U0001f389", "with_pieces": True})).json()["tokens"]
         data = b"".join(p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces)
         assert data.decode() == "é\U0001f389"
-        Tokens.model_validate(vllm)
+        TokenizeAnswer.model_validate(vllm)
 
 
 async def test_a_tokenized_conversation_is_the_prompt_of_a_chat() -> None:
@@ -259,7 +262,7 @@ async def test_detokenize_answers_vllms_clients_who_name_the_model_as_vllm_does(
     async with run_server() as site:
         answer = await site.post("/detokenize", {"model": MODEL, "tokens": ABC})
         assert answer.json() == {"prompt": "a b c"}
-        Text.model_validate(answer.json())
+        DetokenizeAnswer.model_validate(answer.json())
 
 
 async def test_neither_a_prompt_nor_its_embeddings_is_said_in_one_sentence() -> None:

@@ -20,7 +20,7 @@ from server.api.context import Recipe
 from server.api.input import body, large_requests
 from server.api.input.large_requests import LARGE_BYTES, LargeRequests, Packer, Unpacker
 from server.api.input.schema import CompletionRequest, refusal
-from server.errors import ContextLengthExceeded, InternalError, RequestTooLarge
+from server.errors import ContextLengthError, InternalError, RequestTooLarge
 
 CALCULATE = {
     "type": "function",
@@ -165,7 +165,7 @@ async def test_what_a_request_does_to_its_process_is_its_own_affair(make):
     with pytest.raises(RequestTooLarge, match="7 bytes"):
         await large.prepare(large_works.die, b"content")
     assert await large.prepare(large_works.reply, b"content", 1, "a") == (7, (1, "a"))
-    with pytest.raises(ContextLengthExceeded) as caught:
+    with pytest.raises(ContextLengthError) as caught:
         await large.prepare(large_works.refuse, b"")
     assert caught.value.numbers == {"n_prompt_tokens": 5, "n_ctx": 4}
     with pytest.raises(InternalError, match="made a mistake"):

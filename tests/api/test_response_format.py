@@ -11,7 +11,7 @@ from serving import TOKENIZER, engine, run_server, settings, tokenizer
 from tokenizers import Tokenizer
 
 from server.api.input import body, response_format
-from server.api.input.response_format import Form
+from server.api.input.response_format import AnswerForm
 from server.api.input.schema import ChatRequest, CompletionRequest
 from server.engine.constraints import Grammars
 from server.errors import InvalidValue
@@ -24,7 +24,7 @@ GBNF = 'root ::= "a"{5,5} tail\ntail ::= "b" | "é"'
 ENUM = ["yes", 'a "b"\n/c']
 
 
-def chat(**fields: Any) -> Form | None:
+def chat(**fields: Any) -> AnswerForm | None:
     request = body.validate(ChatRequest, json.dumps({"messages": USER, **fields}).encode())
     return response_format.read(request, settings())
 
@@ -37,7 +37,7 @@ def grammars():
     made.close()
 
 
-def accepts(grammars: Grammars, form: Form | None, text: str) -> bool:
+def accepts(grammars: Grammars, form: AnswerForm | None, text: str) -> bool:
     """Whether the engine lets a row write exactly this."""
     assert form is not None
     made = build.answer(form.schema, rule=form.rule, param=form.param)
@@ -142,4 +142,4 @@ async def test_the_engine_gets_the_grammar_of_chats_and_of_text_completions() ->
 
 def test_a_completion_knows_the_same_fields() -> None:
     request = CompletionRequest.model_validate({"prompt": "x", "guided_regex": "a"})
-    assert response_format.read(request, settings()) == Form("guided_regex", rule="/a/")
+    assert response_format.read(request, settings()) == AnswerForm("guided_regex", rule="/a/")

@@ -10,7 +10,13 @@ from pydantic import BaseModel, ValidationError
 from serving import settings, tokenizer
 
 from server.api.input import body, refusals
-from server.api.input.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from server.api.input.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from server.api.input.sequences import Bounds, sampling, seed, stop_ids
 from server.errors import InvalidValue, RequestError, UnsupportedParameter
 
@@ -257,7 +263,7 @@ def test_completion_wishes_that_cannot_be_fulfilled_are_refused(fields: dict[str
 
 # ---------------------------------------------------------------- into the engine's terms
 def draws(**fields: Any) -> Any:
-    return sampling(Generation.model_validate(fields), tokenizer(), BOUNDS)
+    return sampling(GenerationRequest.model_validate(fields), tokenizer(), BOUNDS)
 
 
 def test_open_values_are_filled_in() -> None:
@@ -284,7 +290,7 @@ def test_every_other_int64_is_a_seed_of_its_own() -> None:
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
 def test_ids_beyond_the_vocabulary_are_refused(field: str) -> None:
     build, value = (sampling, {"2048": 1}) if field == "logit_bias" else (stop_ids, [2048])
-    request = Generation.model_validate({field: value})
+    request = GenerationRequest.model_validate({field: value})
     with pytest.raises(InvalidValue, match="2048") as caught:
         build(request, tokenizer(), BOUNDS)
     assert caught.value.param == field
@@ -292,7 +298,7 @@ def test_ids_beyond_the_vocabulary_are_refused(field: str) -> None:
 
 def test_ignore_eos_leaves_only_the_stops_that_were_asked_for() -> None:
     def ends(**fields: Any) -> list[int]:
-        return stop_ids(Generation.model_validate(fields), tokenizer(), BOUNDS)
+        return stop_ids(GenerationRequest.model_validate(fields), tokenizer(), BOUNDS)
 
     assert set(ends(stop_token_ids=[9])) == {9, *tokenizer().eos_ids}
     assert ends(stop_token_ids=[9], ignore_eos=True) == [9]

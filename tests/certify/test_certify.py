@@ -14,14 +14,14 @@ from server.certify import __main__, agreement, certificate, demonstration
 from server.certify.certificate import Agreement, Arm, Certificate, Death, Order
 from server.engine import model
 from server.memory import native_count
-from server.memory.allocator import Unavailable
+from server.memory.allocator import CountUnavailable
 
 
 @pytest.fixture(scope="module")
 def compiler():
     try:
         native_count.find_compiler()
-    except Unavailable as reason:
+    except CountUnavailable as reason:
         pytest.skip(str(reason))
 
 
@@ -85,7 +85,7 @@ def test_the_demonstration_and_a_model_are_one_too_many(capsys):
 
 def test_how_long_it_will_take_follows_from_what_has_been_done():
     said, now = [], [0.0]
-    progress = __main__.Progress(said.append, clock=lambda: now[0])
+    progress = __main__.ReplayProgress(said.append, clock=lambda: now[0])
     progress.at(0, "loading")
     progress.expect(100, 100, 50)
     progress.at(0, "begun")
@@ -117,7 +117,7 @@ def test_a_folder_without_a_model_ends_with_one_line(tmp_path):
 
 def test_without_a_count_the_graphs_are_counted_and_it_says_so(monkeypatch, tiny):
     def refuse(*_):
-        raise Unavailable("no C++ compiler found")
+        raise CountUnavailable("no C++ compiler found")
 
     monkeypatch.setattr(native_count, "open_count", refuse)
     told = []

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.compute import attention
-from server.memory.allocator import Unavailable
+from server.memory.allocator import CountUnavailable
 from server.memory.native_count import find_compiler
 
 HERE = Path(__file__).parent
@@ -63,7 +63,7 @@ def padded(rows, length):
 def test_the_source_of_the_kernel_computes_attention(tmp_path, threads, dim, length, shift):
     try:
         compiler = find_compiler()
-    except Unavailable as reason:
+    except CountUnavailable as reason:
         pytest.skip(str(reason))
     sizes = {"THREADS": threads, "D": dim, "LENGTH": length, "SHIFT": shift}
     options = ["-std=c++20", "-O1", "-pthread", f"-I{attention.SOURCE.parent}"]

@@ -8,7 +8,7 @@ import pytest
 from adjusting import VOCAB, reference
 from driving import Rig, prompt, row
 
-from server.compute.penalties import Adjust
+from server.compute.penalties import LogitAdjustments
 
 WISHES = [
     {},
@@ -45,7 +45,7 @@ def made(seq, wish, rng):
 
 
 def adjustments(*rows):
-    return Adjust([(one.sequence, one.tokens, one.adjust) for one in rows])
+    return LogitAdjustments([(one.sequence, one.tokens, one.adjust) for one in rows])
 
 
 def draw(adjust, rows, rng):
@@ -70,7 +70,7 @@ def test_each_wish_alone_equals_the_reference(wish, dtype):
 def test_any_mix_equals_the_reference_through_joins_leaves_and_moves(seed):
     """Random acts on two batches; a row that moves takes its counts along."""
     rng = random.Random(seed)
-    batches = [(Adjust([]), []), (Adjust([]), [])]
+    batches = [(LogitAdjustments([]), []), (LogitAdjustments([]), [])]
     for seq in range(40):
         here = rng.randrange(2)
         adjust, rows = batches[here]

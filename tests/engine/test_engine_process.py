@@ -15,14 +15,14 @@ from server.engine.model import row_cost
 from server.ipc.messages import (
     Cancel,
     Drain,
-    Failed,
     Frames,
     Grammar,
-    LoadFailed,
+    LoadFailure,
     Probe,
     Progress,
     Ready,
     Reclaim,
+    RowFailure,
     Start,
     Steps,
     Submit,
@@ -76,7 +76,7 @@ class Engine:
         assert event.epoch == self.epoch
         if isinstance(event, Steps):
             self._note(event)
-        elif isinstance(event, Failed):
+        elif isinstance(event, RowFailure):
             self.failed[event.seq] = event
         elif isinstance(event, Progress):
             self.progress.append((time.monotonic(), event))
@@ -242,7 +242,7 @@ def test_the_engine_of_the_next_start_knows_what_the_model_showed(start, tmp_pat
 def test_a_folder_without_a_model_is_told_and_ends_with_2(start, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     engine = start(folder=tmp_path)
-    while not isinstance(event := engine.event(), LoadFailed):
+    while not isinstance(event := engine.event(), LoadFailure):
         assert isinstance(event, Progress)
     assert str(tmp_path) in event.message
     assert engine.rest() == 2

@@ -12,10 +12,10 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from server.cache_guard import cache_arrays, parts, pinned_bytes
 from server.compute import cudnn_shapes
 from server.compute import merged_caches as together
-from server.compute.merged_caches import Shared
+from server.compute.merged_caches import MergedCaches
 from server.engine import model as loading
-from server.engine.joint_prefill import FULL, LONGEST, MOST_ROWS, POSITIONS, Cohorts
-from server.engine.plan import OperationFailed
+from server.engine.joint_prefill import FULL, LONGEST, MOST_ROWS, POSITIONS, JointPrefill
+from server.engine.plan import OperationFailure
 
 PADDED = ["llama", "gemma3_text", "gpt_oss", "qwen3_5", "falcon_h1", "mamba2", "deepseek_v32", "kimi_linear"]
 EVEN = ["nemotron_h", "rwkv7", "recurrent_gemma", "jamba"]
@@ -54,7 +54,7 @@ def lane(inner, way, *, held=lambda one: 0, marks=(), waits=lambda one, mates: F
     return Lane(
         inner, rig.guard, on_begin=begin,
         on_mark=lambda one, length: seen.append((one.seq, length)) if seen is not None else None,
-        cohorts=Cohorts(way, waits),
+        cohorts=JointPrefill(way, waits),
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_a_burst_of_like_prompts_is_one_pass(llama):
 
 
 def test_rows_of_a_pass_join_a_batch_without_being_taken_apart(llama, monkeypatch):
-    monkeypatch.setattr(Shared, "single", lambda *_: pytest.fail("taken apart"))
+    monkeypatch.setattr(MergedCaches, "single", lambda *_: pytest.fail("taken apart"))
     rig = Rig("llama")
     rows = rows_of(*range(57, 65), max_tokens=3)
     alone = [rig.alone(one) for one in rows]
@@ -260,7 +260,7 @@ def test_a_failed_pass_names_all_its_rows(llama):
     reading = lane(passes, "padded")
     for one in [*rows_of(30, 31), *rows_of(300, first=2)]:
         reading.insert(one)
-    with pytest.raises(OperationFailed) as caught:
+    with pytest.raises(OperationFailure) as caught:
         reading.run(None, 10)
     assert sorted(caught.value.seqs) == [0, 1]
     assert isinstance(caught.value.__cause__, ValueError)

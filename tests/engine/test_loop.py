@@ -12,25 +12,25 @@ from driving import Rig, knowing, model, prompt, row
 from server.compute import columns
 from server.engine import compiling, loop
 from server.engine.constraints import Grammars
-from server.engine.loop import IDLE_SECONDS, WAIT_SECONDS, Loop, Wedged
-from server.engine.model import Loaded, row_cost
+from server.engine.loop import IDLE_SECONDS, WAIT_SECONDS, DeviceWedge, Loop
+from server.engine.model import LoadedModel, row_cost
 from server.engine.plan import KeepPrompt, Read
 from server.faults import Faults, parse
 from server.grammar.build import answer
 from server.ipc.messages import (
     Cancel,
     Drain,
-    Failed,
-    Preempted,
+    Preemption,
     Probe,
     PromptProgress,
     Rotate,
+    RowFailure,
     Snapshot,
     Start,
     Steps,
     Submit,
 )
-from server.memory.pressure import Act, Verb
+from server.memory.pressure import PressureAction, Verb
 from server.settings import load
 from server.text.tokenizer import Tokenizer
 
@@ -96,15 +96,15 @@ class Engine:
                  faults="", chunk_peak=0, tokens=None, **settings):  # fmt: skip
         self.raw = model(family)
         self.seam, self.snapshot = FakeSeam(), Snapshot()
-        self.pulse = SimpleNamespace(count=0)
-        self.pulse.beat = lambda: setattr(self.pulse, "count", self.pulse.count + 1)
+        self.heartbeat = SimpleNamespace(count=0)
+        self.heartbeat.beat = lambda: setattr(self.heartbeat, "count", self.heartbeat.count + 1)
         reads = "padded" if batching == "batched" else "alone"
         probe = Probe(2048, batching, row_cost(self.raw), chunk_peak, group_bytes, reads)
         self.residency = Calm()
-        self.loaded = Loaded(Flaky(self.raw, fault), {}, 4096, 0, probe)
+        self.loaded = LoadedModel(Flaky(self.raw, fault), {}, 4096, 0, probe)
         self.plan = []  # every operation so far
         self.loop = Loop(
-            self.seam, self.pulse, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
+            self.seam, self.heartbeat, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
             self.loaded, self.residency,
             Faults(parse(faults), epoch=1, write_garbage=lambda: None), grammars=tokens and knowing(tokens),
         )  # fmt: skip
@@ -142,10 +142,10 @@ class Engine:
                         self.logprobs[seq].append(event.logprobs[seq])
                 assert set(event.logprobs) <= set(event.seqs)
                 self.ends |= {end.seq: end.finish for end in event.ends}
-            elif isinstance(event, Failed):
+            elif isinstance(event, RowFailure):
                 assert event.seq not in self.ends
                 self.failed[event.seq] = event
-            elif isinstance(event, Preempted):
+            elif isinstance(event, Preemption):
                 self.preempted.append(event.seq)
             elif isinstance(event, Rotate):
                 self.rotations.append(event)
@@ -219,7 +219,7 @@ def test_the_snapshot_tells_how_far_each_prompt_is_read(monkeypatch):
         seen.append([(one.seq, one.done, one.total) for one in engine.snapshot.prompts])
         assert len(engine.snapshot.prompts) == engine.snapshot.prefilling
         if engine.snapshot.prompts:
-            beats.append(engine.pulse.count)
+            beats.append(engine.heartbeat.count)
     first = [done for turn in seen for seq, done, total in turn if (seq, total) == (1, 302)]
     second = [done for turn in seen for seq, done, total in turn if (seq, total) == (2, 500)]
     assert first == sorted(first)
@@ -282,9 +282,9 @@ def test_a_first_token_is_told_before_the_next_chunk_of_a_longer_prompt(alone):
     assert engine.loop.stock.prefilling, "the long one is still being read"
     engine.submit(later)
     while 2 not in engine.tokens:
-        chunks = engine.pulse.count
+        chunks = engine.heartbeat.count
         engine.turn()
-    assert engine.pulse.count <= chunks + 2, "a chunk and a step"
+    assert engine.heartbeat.count <= chunks + 2, "a chunk and a step"
     engine.run()
     assert_all_right(engine, [short, long, later], alone)
     assert engine.snapshot.generated_tokens == sum(map(len, engine.tokens.values()))
@@ -443,7 +443,7 @@ def test_the_newest_row_is_preempted_and_the_oldest_never(alone):
         engine.submit(one)
     engine.turn(3)
     for _ in range(3):
-        engine.residency.acts = [Act(Verb.PREEMPT, "bytes", 2.0, 1.0)]
+        engine.residency.acts = [PressureAction(Verb.PREEMPT, "bytes", 2.0, 1.0)]
         engine.turn()
     assert engine.preempted == [2, 1]
     assert engine.failed[0].kind == "memory"
@@ -682,7 +682,7 @@ def test_rebuilds_are_forgiven_once_a_row_has_gone_on(alone):
 def test_what_the_device_can_not_survive_ends_the_loop_at_once(words):
     engine = Engine(fault=lambda inputs: RuntimeError(words) if inputs.shape[1] == 1 else None)
     engine.submit(row(0, prompt(9)))
-    with pytest.raises(Wedged, match="can't go on"):
+    with pytest.raises(DeviceWedge, match="can't go on"):
         engine.turn(3)
     assert engine.failed == {}
 

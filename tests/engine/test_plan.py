@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lanes import Scripted
 
-from server.compute.rows import Drawn
+from server.compute.rows import StepOutput
 from server.engine.loop import Loop
-from server.engine.model import Loaded
+from server.engine.model import LoadedModel
 from server.engine.plan import Abandon, Begin, Census, Join, KeepRow, Leave, Read, Split, Step, Tell
 from server.faults import Faults, parse
 from server.ipc.messages import Cancel, LayerCost, Probe, Snapshot, Start, Submit
-from server.memory.pressure import Act, Verb
+from server.memory.pressure import PressureAction, Verb
 from server.settings import load
 
 EPOCH = 3
@@ -81,7 +81,7 @@ class CountingBatch:
         for one in told:
             one.tokens.append(7)
         ended = [(one, "length") for one in told if one.produced >= one.sequence.max_tokens]
-        return Drawn([one.seq for one in told], [7] * len(told), ended, {})
+        return StepOutput([one.seq for one in told], [7] * len(told), ended, {})
 
 
 class Engine:
@@ -92,13 +92,13 @@ class Engine:
         self.executor = Scripted(CountingBatch, fails, reads=True)
         self.acts = []
         probe = Probe(2048, "batched", [LayerCost(0, each, 256, 0)], 0, group_bytes, "alone")
-        pulse = SimpleNamespace(count=0)
-        pulse.beat = lambda: setattr(pulse, "count", pulse.count + 1)
+        heartbeat = SimpleNamespace(count=0)
+        heartbeat.beat = lambda: setattr(heartbeat, "count", heartbeat.count + 1)
         stub = SimpleNamespace(make_cache=list)
         times = count()
         self.loop = Loop(
-            self, pulse, Snapshot(), Start(EPOCH, ".", "{}"), load(options), Loaded(stub, {}, 4096, 0, probe), self,
-            Faults(parse(""), epoch=1, write_garbage=lambda: None), self.executor,
+            self, heartbeat, Snapshot(), Start(EPOCH, ".", "{}"), load(options), LoadedModel(stub, {}, 4096, 0, probe),
+            self, Faults(parse(""), epoch=1, write_garbage=lambda: None), self.executor,
             clock=lambda: next(times) / 1000,
         )  # fmt: skip
 
@@ -216,7 +216,7 @@ def test_the_newest_row_gives_its_memory_back():
     for seq in (0, 1):
         engine.submit(seq, 10)
     engine.turn()
-    engine.acts = [Act(Verb.PREEMPT, "bytes", 2.0, 1.0)]
+    engine.acts = [PressureAction(Verb.PREEMPT, "bytes", 2.0, 1.0)]
     plan = engine.turn()
     assert plan[0] == Leave(1, (1,))
     assert plan[-1] == Step(1)

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from server.cache_guard import Guard
 from server.engine import executor as module
-from server.engine.chunk_timing import CHUNKS, FORGOTTEN, Pace
-from server.engine.joint_prefill import Cohorts
-from server.engine.plan import OperationFailed
+from server.engine.chunk_timing import CHUNKS, FORGOTTEN, ChunkTiming
+from server.engine.joint_prefill import JointPrefill
+from server.engine.plan import OperationFailure
 from server.grammar.build import answer
 from server.ipc.messages import Snapshot
 
@@ -181,7 +181,7 @@ class Together(Bench):
     def __init__(self, clock, cost, monkeypatch, new=0.0):
         super().__init__(clock, lambda tokens, position: 0.0)
         self.share, self.new, self.known = cost, new, set()
-        self.lane = self.make_lane(cohorts=Cohorts("padded"))
+        self.lane = self.make_lane(cohorts=JointPrefill("padded"))
         monkeypatch.setattr(module, "read_together", self.read_together)
 
     def __call__(self, inputs, cache=None):
@@ -288,7 +288,7 @@ def test_one_slow_first_time_does_not_rule_a_chunk_length_out_for_ever(clock):
 
 
 def test_a_few_tokens_say_nothing_of_the_pace_of_many():
-    pace = Pace()
+    pace = ChunkTiming()
     assert pace.seconds(64) is None
     pace.learn(3, 0.020)
     assert pace.seconds(2048) >= 0.020 * 2048 / 3 * 0.99, "while nothing else is known: the careful guess"
@@ -398,7 +398,7 @@ def test_a_failed_chunk_names_its_row_and_loses_no_other(clock):
     bench.insert(0, 40)
     bench.insert(1, 78)
     bench.insert(2, 400)
-    with pytest.raises(OperationFailed) as caught:
+    with pytest.raises(OperationFailure) as caught:
         bench.run()
     assert caught.value.seqs == (1,)
     assert str(caught.value.__cause__) == "boom"

@@ -14,7 +14,7 @@ from server.api.input import tools
 from server.api.input.schema import ChatRequest
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import build
-from server.grammar.build import Calls, CallStyle, Reasoning
+from server.grammar.build import Calls, CallStyle, ReasoningRule
 from server.ipc.messages import Grammar
 from server.text.tokenizer import ChatPrompt, Tokenizer
 from server.text.tokens.control import Tags
@@ -26,8 +26,8 @@ CALLS = Calls(
     [("get_time", CITY, "tools[0].function.parameters"), ("no-args", None, "tools[1].function.parameters")],
     several=True,
 )
-THINK = Reasoning(("<think>",), ("</think>",), opened=False)
-THINKING = Reasoning(("<think>",), ("</think>",), opened=True)
+THINK = ReasoningRule(("<think>",), ("</think>",), opened=False)
+THINKING = ReasoningRule(("<think>",), ("</think>",), opened=True)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -89,7 +89,7 @@ def test_reasoning_stays_free_before_the_answer() -> None:
 
 
 def test_tags_that_are_special_tokens_are_drawn_as_such() -> None:
-    special = Reasoning((0,), (1,), opened=True)
+    special = ReasoningRule((0,), (1,), opened=True)
     made = build.answer(CITY, reasoning=special)
     assert "<[1]>" in made.text
     assert accepts(made, 'hm<|im_start|>{"city": "Oslo"}')

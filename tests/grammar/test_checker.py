@@ -13,12 +13,12 @@ from llguidance import LLMatcher
 from serving import run_server
 
 from server.grammar import checker as module
-from server.grammar.checker import Prover
+from server.grammar.checker import Checker
 
 
 @pytest.fixture
 def checker():
-    made = Prover()
+    made = Checker()
     yield made
     made.close()
 
@@ -67,7 +67,7 @@ def test_a_grammar_that_crashes_the_library_is_at_fault_and_the_next_is_checked(
 
 
 def test_a_check_that_never_ends_ends(monkeypatch):
-    checker = Prover(seconds=0.3)
+    checker = Checker(seconds=0.3)
     endless = [sys.executable, "-c", "import time; time.sleep(600)"]
     popen = module.subprocess.Popen
     monkeypatch.setattr(module, "_START_SECONDS", 0.3)
@@ -78,7 +78,7 @@ def test_a_check_that_never_ends_ends(monkeypatch):
 
 
 def test_the_alarm_of_the_other_process_ends_it_by_itself():
-    checker = Prover(seconds=0.5)
+    checker = Checker(seconds=0.5)
     assert checker.fault(lark('start: "a"')) == ""
     pid = checker._process.pid
     os.kill(pid, signal.SIGSTOP)

@@ -12,11 +12,11 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from loadtests import flat, soak
-from server.certify.replay import Gauge, Plan, Reading, Run, caches_in_words, play, play_mlx_lm
+from server.certify.replay import BufferSample, Gauge, Plan, Run, caches_in_words, play, play_mlx_lm
 from server.engine import model
 from server.ipc import messages
 from server.ipc.messages import Finding, Sampling, Sequence
-from server.memory.allocator import Unavailable
+from server.memory.allocator import CountUnavailable
 from server.memory.native_count import open_count
 from server.settings import load
 
@@ -29,7 +29,7 @@ FLAT = pytest.approx(0, abs=flat.FLAT)
 def source(tmp_path_factory):
     try:
         count = open_count(tmp_path_factory.mktemp("native"), None)
-    except Unavailable as reason:
+    except CountUnavailable as reason:
         pytest.skip(str(reason))
     yield count
     count.remove()
@@ -155,7 +155,7 @@ def test_without_the_guard_it_is_named_within_one_census_and_counted(source, clo
 # ---------------------------------------------------------------- the arithmetic of a run
 def test_a_run_knows_its_slope_its_baseline_and_when_it_reached_a_count():
     run = Run()
-    run.readings = [Reading(step, 100 + 3 * step, 7 * step) for step in range(15, 400, 40)]
+    run.readings = [BufferSample(step, 100 + 3 * step, 7 * step) for step in range(15, 400, 40)]
     assert run.fit().slope == pytest.approx(3)
     assert run.fit(320).slope == pytest.approx(3)
     assert run.fit_bytes().slope == pytest.approx(7)
@@ -167,9 +167,9 @@ def test_a_run_knows_its_slope_its_baseline_and_when_it_reached_a_count():
 def test_what_grew_is_what_counts():
     run = Run()
     early = [Finding(0, "A", "x", 3), Finding(1, "A", "y", 3)]
-    run.readings = [Reading(15, 0, 0)] * 2
+    run.readings = [BufferSample(15, 0, 0)] * 2
     Gauge._compare(run, early)
-    run.readings = [Reading(15, 0, 0)] * 4
+    run.readings = [BufferSample(15, 0, 0)] * 4
     Gauge._compare(run, [Finding(0, "A", "x", 3), Finding(1, "A", "y", 9), Finding(2, "A", "z", 1)])
     assert [(f.layer, f.field) for f in run.growing] == [(1, "y"), (2, "z")]
 
@@ -243,7 +243,7 @@ def foretold(engine):
 
 # ---------------------------------------------------------------- how the long runs are judged
 def a_run(slope, growing=(), failed=""):
-    readings = [Reading(step, round(100 + slope * step), 0) for step in range(15, 2000, 40)]
+    readings = [BufferSample(step, round(100 + slope * step), 0) for step in range(15, 2000, 40)]
     return Run(readings=readings, growing=list(growing), failed=failed)
 
 

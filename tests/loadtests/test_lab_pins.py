@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList
 
 from server.cache_guard import cache_arrays, compact, is_pending, settle
-from server.memory.allocator import Unavailable
+from server.memory.allocator import CountUnavailable
 from server.memory.native_count import open_count
 
 STEPS, ROWS, VOCAB = 120, 4, 512
@@ -22,7 +22,7 @@ WHOLE = ROWS * VOCAB * 4  # bytes of one step's logits
 def counter(tmp_path_factory):
     try:
         count = open_count(tmp_path_factory.mktemp("native"), None)
-    except Unavailable as reason:
+    except CountUnavailable as reason:
         pytest.skip(str(reason))
     yield count
     count.remove()

@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from server.memory import metal_count
-from server.memory.allocator import Unavailable
-from server.memory.metal_count import MetalCount, Probe, locate, open_count
+from server.memory.allocator import CountUnavailable
+from server.memory.metal_count import CountProbe, MetalCount, locate, open_count
 
 LIMIT = 499_000
 # The order of the words in mlx's wheels for macOS, and where the first one stands.
@@ -60,7 +60,9 @@ class Allocator:
         return {"memory limit": self["block limit"], "active memory": self["active"], "peak memory": self["peak"]}
 
     def locate(self, block=SIZE, facts=None):
-        return locate(self.address, block, LIMIT, Probe(facts or self.facts, self.allocate, self.release, lambda: None))
+        return locate(
+            self.address, block, LIMIT, CountProbe(facts or self.facts, self.allocate, self.release, lambda: None)
+        )
 
 
 def test_the_count_is_found_and_read():
@@ -89,15 +91,15 @@ def test_a_second_word_that_moves_too_is_refused():
         allocator.memory[2] += sign * count
         return allocate(count) if sign > 0 else release(count)
 
-    probe = Probe(allocator.facts, twice, lambda count: twice(count, -1), lambda: None)
-    with pytest.raises(Unavailable, match="more than one word moved"):
+    probe = CountProbe(allocator.facts, twice, lambda count: twice(count, -1), lambda: None)
+    with pytest.raises(CountUnavailable, match="more than one word moved"):
         locate(allocator.address, SIZE, LIMIT, probe)
 
 
 def test_a_word_that_only_rises_is_refused():
     allocator = Allocator()
-    probe = Probe(allocator.facts, allocator.allocate, lambda count: None, lambda: None)
-    with pytest.raises(Unavailable, match="no word moved"):
+    probe = CountProbe(allocator.facts, allocator.allocate, lambda count: None, lambda: None)
+    with pytest.raises(CountUnavailable, match="no word moved"):
         locate(allocator.address, SIZE, LIMIT, probe)
 
 
@@ -108,8 +110,8 @@ def test_a_word_that_moved_right_only_once_is_refused():
         rounds.append(count)
         return allocator.allocate(rounds[0])
 
-    with pytest.raises(Unavailable, match="no word moved"):
-        locate(allocator.address, SIZE, LIMIT, Probe(allocator.facts, allocate, allocator.release, lambda: None))
+    with pytest.raises(CountUnavailable, match="no word moved"):
+        locate(allocator.address, SIZE, LIMIT, CountProbe(allocator.facts, allocate, allocator.release, lambda: None))
     assert len(rounds) == 2
 
 
@@ -129,7 +131,7 @@ SWAPPED = ("block limit", "gc limit", "active", "peak", "count", "pool limit", "
     ],
 )
 def test_an_allocator_that_does_not_fit_is_refused(allocator, reason):
-    with pytest.raises(Unavailable, match=reason):
+    with pytest.raises(CountUnavailable, match=reason):
         Allocator(**allocator).locate()
 
 
@@ -137,25 +139,25 @@ def test_an_allocator_that_does_not_fit_is_refused(allocator, reason):
     ("block", "reason"), [(0xC0, "equals the resource limit"), (0, "isn't a heap block of known size")]
 )
 def test_nothing_beyond_the_heap_block_is_read(block, reason):
-    with pytest.raises(Unavailable, match=reason):
+    with pytest.raises(CountUnavailable, match=reason):
         Allocator().locate(block=block)
 
 
 def test_an_address_that_can_not_be_an_object_is_refused():
-    probe = Probe(dict, lambda count: None, lambda made: None, lambda: None)
+    probe = CountProbe(dict, lambda count: None, lambda made: None, lambda: None)
     for address in (0, 4097):
-        with pytest.raises(Unavailable, match="heap block"):
+        with pytest.raises(CountUnavailable, match="heap block"):
             locate(address, SIZE, LIMIT, probe)
 
 
 def test_another_object_is_refused():
-    with pytest.raises(Unavailable, match="doesn't hold the memory limit"):
+    with pytest.raises(CountUnavailable, match="doesn't hold the memory limit"):
         Allocator().locate(facts=lambda: {"memory limit": 123_456_789})
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")
 def test_a_machine_without_metal_says_so():
-    with pytest.raises(Unavailable, match="no Metal on this machine"):
+    with pytest.raises(CountUnavailable, match="no Metal on this machine"):
         open_count(None)
 
 
@@ -167,7 +169,7 @@ class Info:
         monkeypatch.setattr(mx, "device_info", lambda device: {"resource_limit": resource_limit})
         monkeypatch.setattr(metal_count.allocator, "address", lambda: allocator.address)
         monkeypatch.setattr(metal_count, "block_size", lambda address: block)
-        probe = Probe(allocator.facts, allocator.allocate, allocator.release, lambda: None)
+        probe = CountProbe(allocator.facts, allocator.allocate, allocator.release, lambda: None)
         monkeypatch.setattr(metal_count, "MLX", probe)
 
 
@@ -179,19 +181,19 @@ def test_a_limit_of_ones_own_can_only_be_tighter(monkeypatch, own, limit):
 
 def test_a_device_that_names_no_limit_is_refused(monkeypatch):
     Info(monkeypatch, Allocator(), resource_limit=0)
-    with pytest.raises(Unavailable, match="names no resource limit"):
+    with pytest.raises(CountUnavailable, match="names no resource limit"):
         open_count(None)
 
 
 def test_a_library_that_hides_its_allocator_is_refused(monkeypatch):
     monkeypatch.setattr(metal_count.allocator, "ACCESSOR", "_ZN3mlx4core9allocator6hiddenEv")
-    with pytest.raises(Unavailable, match="doesn't export its allocator"):
+    with pytest.raises(CountUnavailable, match="doesn't export its allocator"):
         metal_count.allocator.address()
 
 
 def test_a_library_that_is_elsewhere_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(metal_count.allocator, "package", lambda: tmp_path)
-    with pytest.raises(Unavailable, match="isn't beside mlx"):
+    with pytest.raises(CountUnavailable, match="isn't beside mlx"):
         metal_count.allocator.address()
 
 

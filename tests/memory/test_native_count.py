@@ -11,7 +11,7 @@ import pytest
 
 from server.errors import StartupError
 from server.memory import native_count
-from server.memory.allocator import Unavailable
+from server.memory.allocator import CountUnavailable
 from server.memory.native_count import NativeCount, build, find_compiler, open_count
 from server.memory.residency import open_source
 from server.settings import load
@@ -20,7 +20,7 @@ from server.settings import load
 def compiler_or_skip():
     try:
         return find_compiler()
-    except Unavailable as reason:
+    except CountUnavailable as reason:
         pytest.skip(str(reason))
 
 
@@ -73,7 +73,7 @@ def test_the_limit_is_metals_unless_another_is_asked_for(folder):
 
 
 def test_two_counters_at_a_time_are_refused(counter, folder):
-    with pytest.raises(Unavailable, match="already counting"):
+    with pytest.raises(CountUnavailable, match="already counting"):
         open_count(folder, None)
     before = counter.raw()
     kept = mx.array([1])
@@ -116,10 +116,10 @@ def test_another_source_or_mlx_is_another_build(folder, tmp_path, monkeypatch, c
 def test_a_build_that_breaks_off_leaves_nothing(folder, tmp_path, monkeypatch):
     def breaks(compiler, target):
         target.write_bytes(b"half")
-        raise Unavailable("killed")
+        raise CountUnavailable("killed")
 
     monkeypatch.setattr(native_count, "_compile", breaks)
-    with pytest.raises(Unavailable, match="killed"):
+    with pytest.raises(CountUnavailable, match="killed"):
         build(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -127,7 +127,7 @@ def test_a_build_that_breaks_off_leaves_nothing(folder, tmp_path, monkeypatch):
 def test_no_compiler_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(Unavailable, match=r"no C\+\+ compiler found"):
+    with pytest.raises(CountUnavailable, match=r"no C\+\+ compiler found"):
         build(tmp_path / "cache")
     with pytest.raises(StartupError, match=r"--live-buffers native: no C\+\+ compiler found"):
         open_source(load({"live_buffers": "native", "cache_dir": tmp_path}))
@@ -142,28 +142,28 @@ def script(path, text):
 def test_a_compiler_that_fails_is_a_reason_in_one_line(tmp_path, monkeypatch):
     broken = script(tmp_path / "broken", "echo 'live_count.cpp:1: error: no such header' >&2; echo more >&2; exit 1")
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(Unavailable, match=r"broken failed: live_count.cpp:1: error: no such header$"):
+    with pytest.raises(CountUnavailable, match=r"broken failed: live_count.cpp:1: error: no such header$"):
         build(tmp_path / "cache")
 
 
 def test_a_compiler_that_hangs_is_a_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(script(tmp_path / "slow", "exec sleep 20")))
     monkeypatch.setattr(native_count, "BUILD_SECONDS", 0.2)
-    with pytest.raises(Unavailable, match=r"slow took longer than 0.2 seconds"):
+    with pytest.raises(CountUnavailable, match=r"slow took longer than 0.2 seconds"):
         build(tmp_path / "cache")
 
 
 def test_a_folder_that_can_not_be_written_is_a_reason(tmp_path):
     compiler_or_skip()
     (tmp_path / "file").write_text("")
-    with pytest.raises(Unavailable, match="can't be built in"):
+    with pytest.raises(CountUnavailable, match="can't be built in"):
         build(tmp_path / "file" / "cache")
 
 
 def test_a_library_that_can_not_be_loaded_is_a_reason(tmp_path, monkeypatch):
     compiler_or_skip()
     monkeypatch.setattr(native_count, "_compile", lambda compiler, target: target.write_bytes(b"no library"))
-    with pytest.raises(Unavailable, match="can't be loaded"):
+    with pytest.raises(CountUnavailable, match="can't be loaded"):
         open_count(tmp_path, None)
 
 
@@ -172,7 +172,7 @@ def test_a_count_that_is_wrong_is_refused_and_removed(folder, monkeypatch, wrong
     """As where the device's own allocations go past the interface."""
     real = NativeCount.difference
     monkeypatch.setattr(NativeCount, "difference", lambda self: wrong(real(self)))
-    with pytest.raises(Unavailable, match="doesn't allocate through its interface"):
+    with pytest.raises(CountUnavailable, match="doesn't allocate through its interface"):
         open_count(folder, None)
     monkeypatch.undo()
     open_count(folder, None).remove()  # refused as "already counting" if the first were still there

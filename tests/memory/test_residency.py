@@ -11,9 +11,9 @@ import pytest
 from server.errors import StartupError
 from server.ipc.messages import Snapshot
 from server.memory import residency as module
-from server.memory.allocator import Unavailable
-from server.memory.pressure import BUFFERS, BYTES, HYSTERESIS, RUNGS, Level, Pressure, Reading, Slope, Verb
-from server.memory.residency import HIGH_SECONDS, SETTLE_STEPS, Off, Residency, open_source
+from server.memory.allocator import CountUnavailable
+from server.memory.pressure import BUFFERS, BYTES, HYSTERESIS, RUNGS, Level, Pressure, PressureReading, Slope, Verb
+from server.memory.residency import HIGH_SECONDS, SETTLE_STEPS, NoCount, Residency, open_source
 from server.settings import load
 from server.telemetry.footprint import footprint, total_memory
 
@@ -141,11 +141,11 @@ def test_too_few_points_tell_nothing():
 
 # ---------------------------------------------------------------- pressure
 def buffers(ratio, rising=False):
-    return [Reading(BUFFERS, ratio * LIMIT, LIMIT, rising)]
+    return [PressureReading(BUFFERS, ratio * LIMIT, LIMIT, rising)]
 
 
 def memory(ratio):
-    return [Reading(BYTES, ratio * LIMIT, LIMIT)]
+    return [PressureReading(BYTES, ratio * LIMIT, LIMIT)]
 
 
 def test_nothing_is_due_while_calm():
@@ -314,7 +314,7 @@ def test_a_flat_count_never_ends():
 
 
 def test_without_a_source_the_count_is_absent_and_bytes_are_still_read():
-    rig = Rig(Off("because"))
+    rig = Rig(NoCount("because"))
     for _ in range(20):
         rig.step(100)
     snapshot = rig.snapshot
@@ -502,7 +502,7 @@ def test_auto_without_metal_is_off_with_the_reason():
 
 def test_auto_that_cant_be_proved_is_off_with_the_reason(monkeypatch):
     def refuse(limit):
-        raise Unavailable("no word moved with the buffers")
+        raise CountUnavailable("no word moved with the buffers")
 
     monkeypatch.setattr(module.metal_count, "open_count", refuse)
     assert open_source(load({})).reason == "no word moved with the buffers"
@@ -510,7 +510,7 @@ def test_auto_that_cant_be_proved_is_off_with_the_reason(monkeypatch):
 
 def test_a_source_asked_for_by_name_that_cant_be_had_ends_the_start(monkeypatch, tmp_path):
     def refuse(folder, limit):
-        raise Unavailable("no C++ compiler found")
+        raise CountUnavailable("no C++ compiler found")
 
     monkeypatch.setattr(module.native_count, "open_count", refuse)
     with pytest.raises(StartupError, match="--live-buffers native: no C"):

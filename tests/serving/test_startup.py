@@ -26,11 +26,11 @@ from serving import engine, run_server
 
 from server import serve
 from server.errors import StartupError
-from server.model_files.locate import Located
+from server.model_files.locate import ModelLocation
 from server.serving import startup
 from server.serving.entrance import Entrance
 from server.serving.listening import listen
-from server.serving.startup import Ended, Startup
+from server.serving.startup import Startup, StartupInterrupt
 from server.settings import load
 
 LINUX = sys.platform == "linux"
@@ -62,7 +62,7 @@ def test_work_that_says_how_far_it_is_ends_when_the_start_is_given_up():
     stages = Startup()
     stages.say("one")
     stages.give_up()
-    with pytest.raises(Ended):
+    with pytest.raises(StartupInterrupt):
         stages.say("two")
 
 
@@ -75,7 +75,7 @@ class Place:
 
 
 @contextlib.asynccontextmanager
-async def entrance(monkeypatch: pytest.MonkeyPatch, locate: Callable[..., Located]) -> AsyncIterator[Place]:
+async def entrance(monkeypatch: pytest.MonkeyPatch, locate: Callable[..., ModelLocation]) -> AsyncIterator[Place]:
     monkeypatch.setattr("server.model_files.locate.locate", locate)
     settings = load({"port": 0})
     (sock,) = listen(settings.host, 0)
@@ -95,10 +95,10 @@ async def entrance(monkeypatch: pytest.MonkeyPatch, locate: Callable[..., Locate
 async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(monkeypatch, tiny):
     found = threading.Event()
 
-    def locate(settings: Any, tell: Callable[[str], None]) -> Located:
+    def locate(settings: Any, tell: Callable[[str], None]) -> ModelLocation:
         tell("fetching: 12 of 93 MB")
         found.wait(30)
-        return Located(tiny("llama"), "tiny")
+        return ModelLocation(tiny("llama"), "tiny")
 
     async with entrance(monkeypatch, locate) as place:
         chat = asyncio.create_task(place.client.post("/v1/chat/completions", json=CHAT))
@@ -123,7 +123,7 @@ async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(m
 async def test_a_server_can_be_ended_while_its_model_is_fetched(monkeypatch):
     cleared = threading.Event()
 
-    def locate(settings: Any, tell: Callable[[str], None]) -> Located:
+    def locate(settings: Any, tell: Callable[[str], None]) -> ModelLocation:
         try:
             while True:
                 tell("still fetching")
@@ -148,7 +148,7 @@ async def test_a_server_can_be_ended_while_its_model_is_fetched(monkeypatch):
 async def test_without_a_model_the_server_ends_with_the_reason_and_who_waits_hears_it(monkeypatch):
     go = threading.Event()
 
-    def locate(settings: Any, tell: Callable[[str], None]) -> Located:
+    def locate(settings: Any, tell: Callable[[str], None]) -> ModelLocation:
         go.wait(30)
         raise StartupError("there is no network")
 
@@ -164,7 +164,7 @@ async def test_without_a_model_the_server_ends_with_the_reason_and_who_waits_hea
 
 
 async def test_a_fault_of_the_program_ends_the_start_too(monkeypatch):
-    def locate(settings: Any, tell: Callable[[str], None]) -> Located:
+    def locate(settings: Any, tell: Callable[[str], None]) -> ModelLocation:
         raise ZeroDivisionError("a mistake")
 
     async with entrance(monkeypatch, locate) as place:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.errors import ContextLengthExceeded, ExceedsMemory
+from server.errors import ContextLengthError, ExceedsMemory
 from server.ipc.messages import GROWTH, LayerCost, Probe, Ready, Sampling, Sequence
 from server.supervision.admission import Capacity, Outlook, Room
 
@@ -49,7 +49,7 @@ def test_the_largest_array_is_what_a_join_copies():
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers():
     capacity(context=100).check(sequence(99))
-    with pytest.raises(ContextLengthExceeded, match=r"context length is 100\b.*\b100 tokens") as caught:
+    with pytest.raises(ContextLengthError, match=r"context length is 100\b.*\b100 tokens") as caught:
         capacity(context=100).check(sequence(100))
     assert caught.value.status == 400
     told = caught.value.body()["error"]

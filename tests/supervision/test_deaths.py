@@ -10,7 +10,7 @@ from fake_engine import FakeEngine, Poison
 from supervising import Recorded, collect, endless, first_tokens, sequence, supervise, until
 from virtual_time import played
 
-from server.errors import GenerationFailed, NotReady, StartupError
+from server.errors import GenerationError, NotReady, StartupError
 from server.ipc import messages
 from server.settings import load
 from server.supervision import engine_lifecycle
@@ -162,7 +162,7 @@ async def test_one_alone_that_gets_nothing_done_is_ended_after_few_deaths(fake, 
     async with supervise(fake, counts) as supervisor, supervisor.open([endless()], endpoint="chat") as live:
         await first_tokens(live, 5)
         fake.die()
-        with pytest.raises(GenerationFailed, match="isn't tried again"):
+        with pytest.raises(GenerationError, match="isn't tried again"):
             await first_tokens(live, FOR_EVER)
         assert supervisor.epoch <= 6
 
@@ -180,7 +180,7 @@ async def test_a_poison_request_ends_alone(fake, counts, poison):
         opened += [supervisor.open([s], endpoint="chat") for s in good[3:]]
         results = await asyncio.gather(*map(collect, [*opened, bad]), return_exceptions=True)
         assert list(results[:6]) == [[fake.expected(s)] for s in good]
-        assert isinstance(results[6], GenerationFailed)
+        assert isinstance(results[6], GenerationError)
         assert results[6].headers() == {"x-should-retry": "false"}
         assert "quarantine" in [action.action for action in supervisor.actions]
         assert supervisor.epoch <= 10
@@ -195,7 +195,7 @@ async def test_two_poison_requests_are_both_found_out(fake, counts):
         opened = [supervisor.open([s], endpoint="chat") for s in (endless(666), good, endless(667))]
         results = await asyncio.gather(*(collect(live, FOR_EVER) for live in opened), return_exceptions=True)
         assert results[1] == [fake.expected(good)]
-        assert [type(results[i]) for i in (0, 2)] == [GenerationFailed] * 2
+        assert [type(results[i]) for i in (0, 2)] == [GenerationError] * 2
         assert supervisor.epoch <= 20
 
 
@@ -243,7 +243,7 @@ async def test_requests_in_the_queue_have_no_part_in_a_death(fake, counts):
     async with supervise(fake, counts, max_rows=1) as supervisor:
         bad, s = supervisor.open([endless(666)], endpoint="chat"), sequence()
         good = supervisor.open([s], endpoint="chat")
-        with pytest.raises(GenerationFailed):
+        with pytest.raises(GenerationError):
             await collect(bad)
         assert await collect(good) == [fake.expected(s)]
         assert good.generations[0].past.deaths == 0

@@ -1,4 +1,4 @@
-"""Any sequence of deaths, pauses and departures, at any boundary: every stream ends with exactly its tokens.
+"""Any sequence of deaths, pauses and drain_rate, at any boundary: every stream ends with exactly its tokens.
 
 A story is a list of acts that hypothesis draws: requests that come and leave, engines that die now or will die at some
 stage of their next lives, engines and servers that are stopped for a while, rotations, preemptions, pressure. It is
@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from supervising import Recorded, sequence, supervise
 
-from server.errors import GenerationFailed, NotReady, RequestError
+from server.errors import GenerationError, NotReady, RequestError
 from server.ipc import messages
-from server.supervision.generation import Live
-from server.supervision.probation import MAX_STRIKES
+from server.supervision.generation import GenerationHandle
+from server.supervision.probation import MAX_BLAMED
 from server.supervision.supervisor import Supervisor
 
 HOUR = 3600.0
@@ -34,7 +34,7 @@ STALL = 30.0
 class Stream:
     """One request and what its client got."""
 
-    live: Live
+    live: GenerationHandle
     got: list[list[int]]
     finished: list[bool]
     error: RequestError | None = None
@@ -175,8 +175,8 @@ def check(world: World) -> None:
             if stream.error is None and not stream.has_left:
                 assert finished
                 assert got == right
-        if isinstance(stream.error, GenerationFailed):
-            assert max(lives_without_a_token(world, g) for g in stream.live.generations) > MAX_STRIKES
+        if isinstance(stream.error, GenerationError):
+            assert max(lives_without_a_token(world, g) for g in stream.live.generations) > MAX_BLAMED
         elif isinstance(stream.error, NotReady):
             assert not any(generation.submitted for generation in stream.live.generations), "it was under way"
         else:

@@ -14,24 +14,24 @@ from server.supervision.probation import (
     LONGEST_TRIAL,
     MANY_DEATHS,
     MAX_ALIKE,
-    MAX_STRIKES,
+    MAX_BLAMED,
     SETTLE_SECONDS,
-    Past,
-    acquit,
+    DeathRecord,
     has_proved_itself,
     may_start,
     order,
+    release,
     runs_apart,
     settle_seconds,
 )
-from server.supervision.probation import judge as judge_at
+from server.supervision.probation import record_death as judge_at
 
 
 @dataclass(eq=False)
 class G:
     seq: int
     generated: list[int] = field(default_factory=list)
-    past: Past = field(default_factory=Past)
+    past: DeathRecord = field(default_factory=DeathRecord)
 
     def moves(self, tokens: int = 1) -> G:
         self.generated += [0] * tokens
@@ -58,8 +58,8 @@ def test_those_without_progress_are_on_probation_and_come_last():
     assert (moved.past.trial, stuck.past.trial) == (0, 1)
 
 
-def on_probation(seq: int, strikes: int = 0) -> G:
-    return G(seq, past=Past(trial=1, strikes=strikes, barren=strikes, deaths=strikes))
+def on_probation(seq: int, blamed: int = 0) -> G:
+    return G(seq, past=DeathRecord(trial=1, blamed=blamed, barren=blamed, deaths=blamed))
 
 
 def test_one_on_probation_starts_only_when_all_others_have_delivered():
@@ -80,7 +80,7 @@ def test_two_on_probation_never_run_together():
 
 
 def test_the_last_trial_comes_first_and_with_nobody_else_in_the_engine():
-    good, last = G(1).moves(), on_probation(2, strikes=MAX_STRIKES - 1)
+    good, last = G(1).moves(), on_probation(2, blamed=MAX_BLAMED - 1)
     assert order([good, last]) == [last, good]
     assert may_start(last, [])
     assert not may_start(last, [good])
@@ -92,9 +92,9 @@ def test_a_token_takes_one_off_probation():
     judge([g])
     assert not has_proved_itself(g)
     assert has_proved_itself(g.moves())
-    acquit(g)
+    release(g)
     assert not has_proved_itself(g)
-    assert g.past.strikes == g.past.trial == 0
+    assert g.past.blamed == g.past.trial == 0
 
 
 def test_a_death_with_one_on_probation_counts_against_that_one_only():
@@ -103,12 +103,12 @@ def test_a_death_with_one_on_probation_counts_against_that_one_only():
     good.moves()
     judge([good, bad])
     assert (good.past.deaths, bad.past.deaths) == (1, 2)
-    assert (good.past.strikes, bad.past.strikes) == (0, 1)
+    assert (good.past.blamed, bad.past.blamed) == (0, 1)
 
 
 def test_three_deaths_on_probation_end_it():
     good, bad = G(1), G(2)
-    for _ in range(MAX_STRIKES):
+    for _ in range(MAX_BLAMED):
         assert judge([good.moves(), bad]) == []
     assert judge([good.moves(), bad]) == [bad]
 
@@ -121,19 +121,19 @@ def test_one_that_gets_a_token_each_time_is_never_ended():
 
 
 def test_one_token_wipes_out_all_deaths_without_one():
-    g = on_probation(1, strikes=MAX_STRIKES - 1)
+    g = on_probation(1, blamed=MAX_BLAMED - 1)
     assert judge([g.moves()]) == []
-    for _ in range(MAX_STRIKES - 1):
+    for _ in range(MAX_BLAMED - 1):
         assert judge([g]) == []
     assert judge([g]) == [g]
 
 
-def test_three_strikes_with_tokens_make_one_run_apart_and_last():
+def test_three_trials_with_tokens_make_one_run_apart_and_last():
     slow, others = G(1), [G(2), G(3)]
     for _ in range(MANY_DEATHS):
         judge([slow.moves(3), *(g.moves(100) for g in others)])
     assert slow.past.trial
-    for _ in range(MAX_STRIKES):
+    for _ in range(MAX_BLAMED):
         assert not runs_apart(slow.past)
         judge([slow.moves(2)])
     assert runs_apart(slow.past)
@@ -143,7 +143,7 @@ def test_three_strikes_with_tokens_make_one_run_apart_and_last():
     assert not may_start(others[0], [slow])
     slow.moves(LONGEST_TRIAL)
     assert has_proved_itself(slow)
-    acquit(slow)
+    release(slow)
     assert not runs_apart(slow.past)
 
 
@@ -160,7 +160,7 @@ def test_all_that_fare_alike_are_ended_later_than_one_that_doesnt():
 def test_one_that_dies_where_others_had_got_tokens_is_ended_whoever_else_dies():
     bad, worse, good = G(1), G(2), G(3)
     judge([bad, worse, good])
-    for _ in range(MAX_STRIKES - 1):
+    for _ in range(MAX_BLAMED - 1):
         assert judge([good.moves(), bad], absent=[worse]) == []
         assert judge([good.moves(), worse], absent=[bad]) == []
     assert judge([bad], absent=[worse, good]) == [bad]
@@ -177,16 +177,16 @@ def test_an_engine_must_have_outlived_those_that_died_before_it_is_given_a_suspe
     assert settle_seconds(g.past) == 3.0 + SETTLE_SECONDS, "killed while it had nothing to do"
     judge([], absent=[g], age=300.0)
     assert settle_seconds(g.past) == LONGEST_SETTLE
-    acquit(g.moves())
+    release(g.moves())
     assert settle_seconds(g.past) == 0
 
 
-def test_idle_engines_that_die_take_strikes_off_but_the_last():
-    g = on_probation(1, strikes=2)
+def test_idle_engines_that_die_take_blame_off_but_the_last():
+    g = on_probation(1, blamed=2)
     judge([], absent=[g])
-    assert (g.past.strikes, g.past.barren) == (1, 1)
+    assert (g.past.blamed, g.past.barren) == (1, 1)
     judge([], absent=[g])
-    assert (g.past.strikes, g.past.barren) == (1, 1)
+    assert (g.past.blamed, g.past.barren) == (1, 1)
 
 
 def test_eight_deaths_in_company_end_nobody_but_mean_a_longer_probation():
@@ -197,7 +197,7 @@ def test_eight_deaths_in_company_end_nobody_but_mean_a_longer_probation():
     a.moves(3)
     assert not has_proved_itself(a)
     assert has_proved_itself(a.moves())
-    acquit(a)
+    release(a)
     assert a.past.deaths == 0
 
 
@@ -212,12 +212,12 @@ def test_one_that_got_far_in_one_of_its_last_two_engines_has_no_longer_probation
     assert far.past.trial == 3
 
 
-def test_a_death_with_nobody_on_probation_in_the_engine_takes_a_strike_off_those_that_wait():
-    good, waits, clean = G(1).moves(), on_probation(2, strikes=2), on_probation(3)
+def test_a_death_with_nobody_on_probation_in_the_engine_takes_blame_off_those_that_wait():
+    good, waits, clean = G(1).moves(), on_probation(2, blamed=2), on_probation(3)
     judge([good], absent=[waits, clean])
-    assert (waits.past.strikes, clean.past.strikes) == (1, 0)
+    assert (waits.past.blamed, clean.past.blamed) == (1, 0)
     judge([good, on_probation(4)], absent=[waits])
-    assert waits.past.strikes == 1, "that death may be the doing of the one on probation"
+    assert waits.past.blamed == 1, "that death may be the doing of the one on probation"
 
 
 def test_random_kills_during_each_resume_end_nobody_who_gets_on():
@@ -228,7 +228,7 @@ def test_random_kills_during_each_resume_end_nobody_who_gets_on():
         for g in streams:
             g.moves(100)
             if g.past.trial:
-                acquit(g)
+                release(g)
         assert judge(everyone) == []  # the last one has got nothing yet
         back = [g for g in order(everyone) if not g.past.trial]
         assert last not in back
@@ -239,7 +239,7 @@ def test_the_trial_that_may_be_the_last_comes_first():
     a, b = G(1), G(2)
     for _ in range(MANY_DEATHS):
         judge([a.moves(), b.moves()])
-    for _ in range(MAX_STRIKES - 1):
+    for _ in range(MAX_BLAMED - 1):
         assert judge([a]) == []
     assert order([a, b])[0] is a
     assert judge([a]) == [a]
@@ -259,7 +259,7 @@ def test_stalls_count_against_one_that_was_alone_or_on_probation():
     good, tried = G(2).moves(), G(3)
     judge([good, tried], stalled=True)
     judge([good.moves(), tried], stalled=True)
-    assert (good.past.strikes, tried.past.strikes) == (0, 1)
+    assert (good.past.blamed, tried.past.blamed) == (0, 1)
 
 
 def test_the_least_suspect_is_tried_first():
@@ -287,15 +287,15 @@ def run(kills_after: dict[int, int], engines: int) -> tuple[set[int], set[int], 
                 running.append(returning.pop(0))
                 produced[running[-1].seq] = 0
             if any(kills_after.get(g.seq) == produced[g.seq] for g in running):
-                convicted = judge(running, absent=returning)
-                ended |= {g.seq for g in convicted}
-                waiting = [g for g in [*running, *returning] if g not in convicted]
+                quarantined = judge(running, absent=returning)
+                ended |= {g.seq for g in quarantined}
+                waiting = [g for g in [*running, *returning] if g not in quarantined]
                 break
             for g in running:
                 g.moves()
                 produced[g.seq] += 1
                 if has_proved_itself(g):
-                    acquit(g)
+                    release(g)
             done |= {g.seq for g in running if len(g.generated) >= TOKENS}
             running = [g for g in running if len(g.generated) < TOKENS]
         else:

@@ -14,10 +14,10 @@ from supervising import Recorded, collect, endless, first_tokens, sequence, supe
 from virtual_time import played
 
 from server.errors import (
-    ContextLengthExceeded,
+    ContextLengthError,
     Draining,
     ExceedsMemory,
-    GenerationFailed,
+    GenerationError,
     QueueFull,
     RequestError,
     RequestTimeout,
@@ -25,7 +25,7 @@ from server.errors import (
 from server.ipc import messages
 from server.ipc.messages import LayerCost
 from server.supervision import admission, engine_lifecycle
-from server.supervision.engine_process import Link
+from server.supervision.engine_process import EngineConnection
 from server.supervision.supervisor import Supervisor
 
 
@@ -213,7 +213,7 @@ async def test_news_before_an_error_are_read_before_it(fake, counts):
         fake.fail_row(live.generations[0].seq)
         await until(lambda: live.error)
         assert (await live.read(5))[0][1].tokens
-        with pytest.raises(GenerationFailed, match="the row broke"):
+        with pytest.raises(GenerationError, match="the row broke"):
             await live.read(5)
 
 
@@ -224,7 +224,7 @@ async def test_one_rows_failure_is_that_rows(fake, counts):
         bad = supervisor.open([endless(666), endless(8)], endpoint="chat")
         good = supervisor.open([s], endpoint="chat")
         results = await asyncio.gather(collect(bad), collect(good), return_exceptions=True)
-        assert isinstance(results[0], GenerationFailed)
+        assert isinstance(results[0], GenerationError)
         assert results[1] == [fake.expected(s)]
         await until(lambda: not fake.rows)
         assert supervisor.restarts == 0
@@ -267,7 +267,7 @@ async def test_rotations_put_nobody_on_probation(fake, counts):
             fake.rotate()  # before anybody may have moved
             await until(lambda e=epoch: supervisor.epoch == e and supervisor.is_ready)
         pasts = [live.generations[0].past for live in lives]
-        assert all(past.deaths == past.strikes == past.trial == 0 for past in pasts)
+        assert all(past.deaths == past.blamed == past.trial == 0 for past in pasts)
         for live in lives:
             live.close()
 
@@ -280,7 +280,7 @@ async def test_three_rotations_too_soon_end_with_an_error_that_names_the_leak(fa
         for epoch in (1, 2, 3):
             await until(lambda e=epoch: fake.life.epoch == e and fake.rows and supervisor.is_ready)
             fake.rotate()
-        with pytest.raises(GenerationFailed, match=r"leak: live buffers at 490000, threshold 480000"):
+        with pytest.raises(GenerationError, match=r"leak: live buffers at 490000, threshold 480000"):
             await collect(leaking)
         assert await waiting == [fake.expected(s)]
 
@@ -394,7 +394,7 @@ async def test_what_can_never_run_is_refused_before_any_work(fake, counts):
     fake.context = 50
     fake.row_cost, fake.ready = [LayerCost(0, 10)], {"memory_limit": 3000}
     async with supervise(fake, counts) as supervisor:
-        with pytest.raises(ContextLengthExceeded, match=r"\b50 tokens"):
+        with pytest.raises(ContextLengthError, match=r"\b50 tokens"):
             supervisor.open([sequence(*range(50))], endpoint="chat")
         with pytest.raises(ExceedsMemory, match=r"6120 .* 3000"):
             supervisor.open([sequence()], endpoint="chat")
@@ -581,7 +581,7 @@ async def test_nobody_is_left_behind_after_many_disconnects(fake, counts):
             await asyncio.gather(*[visit(supervisor) for _ in range(50)])
         await until(lambda: not fake.rows)
         assert supervisor.running == supervisor.waiting == 0
-        assert not supervisor._roster.lives
+        assert not supervisor._scheduler.lives
     await asyncio.sleep(0.01)
     assert len(os.listdir("/dev/fd")) == before
     assert len(asyncio.all_tasks()) == tasks_before
@@ -602,7 +602,7 @@ async def test_news_of_another_epoch_are_not_heard(fake, counts):
         await first_tokens(live)
         seq = live.generations[0].seq
         fake.life.tell(messages.Steps(99, [seq], [999_999]))
-        fake.life.tell(messages.Failed(99, seq, "row", "not yours"))
+        fake.life.tell(messages.RowFailure(99, seq, "row", "not yours"))
         await first_tokens(live, 5)
         assert 999_999 not in live.generations[0].generated
 
@@ -623,7 +623,7 @@ async def test_32_rows_at_300_steps_a_second_take_well_below_a_fifth_of_a_core(f
         lives = [supervisor.open([endless(i)], endpoint="chat") for i in range(32)]
         await until(lambda: len(fake.rows) == 32 and all(live.generations[0].generated for live in lives))
         link, seqs = supervisor._engines.link, sorted(fake.rows)
-        assert isinstance(link, Link)
+        assert isinstance(link, EngineConnection)
         frames = [messages.pack(messages.Steps(1, seqs, [n] * 32)) for n in range(300)]
         began = time.process_time()
         for frame in frames:

@@ -174,7 +174,7 @@ class FakeEngine:
     def preempt(self, seq: int | None = None) -> int:
         seq = max(self.rows) if seq is None else seq
         del self.rows[seq]
-        self.life.tell(messages.Preempted(self.life.epoch, seq))
+        self.life.tell(messages.Preemption(self.life.epoch, seq))
         return seq
 
     def rotate(self, reading: float = 490_000, threshold: float = 480_000, **more: bool) -> None:
@@ -182,7 +182,7 @@ class FakeEngine:
 
     def fail_row(self, seq: int, kind: str = "row", message: str = "the row broke") -> None:
         del self.rows[seq]
-        self.life.tell(messages.Failed(self.life.epoch, seq, kind, message))
+        self.life.tell(messages.RowFailure(self.life.epoch, seq, kind, message))
 
 
 def finish_of(sequence: messages.Sequence, generated: list[int]) -> messages.Finish | None:
@@ -270,7 +270,7 @@ class Life:
                 assert command.epoch == self.epoch
                 assert command.seq not in self.rows
                 self._dies_at("submit")
-                self.tell(messages.Taken(self.epoch, command.seq))
+                self.tell(messages.RowIntake(self.epoch, command.seq))
                 self._dies_at("taken")
                 self.rows[command.seq] = row
                 self._work.set()
@@ -292,7 +292,7 @@ class Life:
             case "garbage":
                 return self.put(GARBAGE)
             case "load_failed":
-                self.tell(messages.LoadFailed(self.epoch, "the model folder has no config.json"))
+                self.tell(messages.LoadFailure(self.epoch, "the model folder has no config.json"))
                 return self.end(2)
         self.is_ready = True
         self.tell(self._ready())
@@ -366,7 +366,7 @@ class Life:
         if row.seq in self.rows and not self.stalled:
             row.started = True
             self.beat()
-            self.tell(messages.Steps(self.epoch, [], [], started=[messages.Started(row.seq, 0)]))
+            self.tell(messages.Steps(self.epoch, [], [], started=[messages.RowStart(row.seq, 0)]))
             self._dies_at("prefill")
 
     def beat(self) -> None:

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from server.engine.executor import Executor
 from server.engine.groups import Groups
-from server.engine.joint_prefill import Cohorts
+from server.engine.joint_prefill import JointPrefill
 from server.engine.plan import (
     Abandon,
     Begin,
@@ -22,7 +22,7 @@ from server.engine.plan import (
     KeepRead,
     KeepRow,
     Leave,
-    OperationFailed,
+    OperationFailure,
     Read,
     Result,
     Split,
@@ -30,7 +30,7 @@ from server.engine.plan import (
     Tell,
     follow,
 )
-from server.engine.prefill import Prefill, Turn
+from server.engine.prefill import ChunkBudget, Prefill
 from server.engine.prefix_cache import PrefixCache
 from server.ipc.messages import LARGEST_CHUNK, Snapshot
 
@@ -49,7 +49,7 @@ class Lane:
         self._on_begin, self._on_chunk, self._on_mark = on_begin, on_chunk, on_mark
         self._most, self._clock = most, clock
         self.executor = Executor(model, guard, PrefixCache(0, Snapshot()), self.rows)
-        self.prefill = Prefill(self, cohorts or Cohorts("alone"), lambda room, held: room)
+        self.prefill = Prefill(self, cohorts or JointPrefill("alone"), lambda room, held: room)
 
     def __len__(self):
         return len(self.prefill)
@@ -74,7 +74,7 @@ class Lane:
 
     def run(self, budget, enough=1 << 30, patience=None):
         """The rows to join."""
-        return follow(self.prefill.plan(Turn(budget, self._most(), enough, patience)), self.do)
+        return follow(self.prefill.plan(ChunkBudget(budget, self._most(), enough, patience)), self.do)
 
     def do(self, operation):
         started = self._clock()
@@ -110,7 +110,7 @@ class Scripted:
         if operation in self._fails:
             self._fails.remove(operation)
             seqs = getattr(operation, "seqs", None) or tuple(self.batches[operation.batch].seqs)
-            raise OperationFailed(operation, seqs)
+            raise OperationFailure(operation, seqs)
         return self._outcome(operation)
 
     def do(self, operation):

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from server.errors import ContextLengthExceeded
+from server.errors import ContextLengthError
 
 
 def reply(model: Any, content: bytes, *more: object) -> object:
@@ -14,7 +14,7 @@ def reply(model: Any, content: bytes, *more: object) -> object:
 
 
 def refuse(model: Any, content: bytes) -> object:
-    raise ContextLengthExceeded.of(5, 4)
+    raise ContextLengthError.of(5, 4)
 
 
 def fail(model: Any, content: bytes) -> object:

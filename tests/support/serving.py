@@ -16,7 +16,7 @@ from fake_engine import FakeEngine
 from prometheus_client import CollectorRegistry
 
 from server import serve
-from server.api.context import Served
+from server.api.context import AppContext
 from server.api.input import generic_tools
 from server.app import create_app
 from server.ipc import messages
@@ -64,7 +64,7 @@ def engine(**options: Any) -> FakeEngine:
 class Site:
     """A server that runs."""
 
-    served: Served
+    served: AppContext
     fake: FakeEngine
     server: serve.Server
     url: str
@@ -109,10 +109,10 @@ def settings(**values: Any) -> Settings:
     return load({"port": 0, "keepalive_seconds": 5, "drain_seconds": 2, **values})
 
 
-def build(fake: FakeEngine, tokens: Tokenizer, **values: Any) -> Served:
+def build(fake: FakeEngine, tokens: Tokenizer, **values: Any) -> AppContext:
     chosen, metrics = settings(**values), Metrics(CollectorRegistry())
     supervisor = Supervisor(chosen, MODEL, metrics, spawn=fake.spawn)
-    return Served(chosen, MODEL, 1_700_000_000, tokens, supervisor, metrics)
+    return AppContext(chosen, MODEL, 1_700_000_000, tokens, supervisor, metrics)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 
 from server.ipc.messages import Sampling, Sequence
 from server.settings import load
-from server.supervision.supervisor import Live, Supervisor
+from server.supervision.supervisor import GenerationHandle, Supervisor
 from server.supervision.timeouts import Backoff
 
 
@@ -60,7 +60,7 @@ def sequence(*prompt: int, max_tokens: int = 40, seed: int = 7, **fields: object
     return Sequence(list(prompt) or [1, 2, 3], Sampling(seed=seed), max_tokens, **fields)  # type: ignore[arg-type]
 
 
-async def collect(live: Live, timeout: float = 5.0) -> list[list[int]]:
+async def collect(live: GenerationHandle, timeout: float = 5.0) -> list[list[int]]:
     """All tokens of each choice; each must end exactly once."""
     tokens: list[list[int]] = [[] for _ in live.sequences]
     finishes: Counter[int] = Counter()
@@ -74,7 +74,7 @@ async def collect(live: Live, timeout: float = 5.0) -> list[list[int]]:
     return tokens
 
 
-async def first_tokens(live: Live, count: int = 1) -> list[int]:
+async def first_tokens(live: GenerationHandle, count: int = 1) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < count:
         for _, delta in await live.read(5):

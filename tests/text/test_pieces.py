@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ticks import Ticks
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from server.errors import ContextLengthExceeded
+from server.errors import ContextLengthError
 from server.text.tokenizer import Tokenizer as Ours
 from server.text.tokens import pieces
 from server.text.tokens.least import Least
@@ -157,8 +157,8 @@ def tokenizer(tmp_path_factory):
     return Ours.load(folder, trust_remote_code=False)
 
 
-def refusal(work) -> ContextLengthExceeded:
-    with pytest.raises(ContextLengthExceeded) as caught:
+def refusal(work) -> ContextLengthError:
+    with pytest.raises(ContextLengthError) as caught:
         work()
     return caught.value
 

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class LargeRequests:
-    """The process, and who waits for it. Owned by `Served`.
+    """The process, and who waits for it. Owned by `AppContext`.
 
     Args:
         start: what the process is told first: how to load the tokenizer, and how the model is served.

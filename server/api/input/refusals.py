@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from server.api.input.response_format import check_size
-from server.api.input.schema import ChatRequest, CompletionRequest, Generation, Message, Part, Tool, Wire, unoffered
+from server.api.input.schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    Part,
+    Tool,
+    Wire,
+    unoffered,
+)
 from server.errors import InvalidValue, UnsupportedParameter
 from server.settings import Settings
 
@@ -47,7 +56,7 @@ def check_completion(request: CompletionRequest, settings: Settings) -> None:
         _at_most(settings.max_choices, len(request.prompt), "prompt", "prompts")
 
 
-def _check_common(request: Generation, settings: Settings) -> None:
+def _check_common(request: GenerationRequest, settings: Settings) -> None:
     _at_most(settings.max_choices, request.n or 1, "n", "answers")
     if request.use_beam_search:
         raise UnsupportedParameter("Beam search isn't offered", param="use_beam_search")

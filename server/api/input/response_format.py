@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
-from server.api.input.schema import Generation, StructuredOutputs
+from server.api.input.schema import GenerationRequest, StructuredOutputs
 from server.errors import InvalidValue, UnsupportedParameter, one_line
 from server.grammar import build
 from server.settings import Settings
@@ -25,7 +25,7 @@ _ASCII = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AnswerForm:
     """One wish.
 
     Attributes:
@@ -39,7 +39,7 @@ class Form:
     schema: Any = None
 
 
-def read(request: Generation, settings: Settings) -> Form | None:
+def read(request: GenerationRequest, settings: Settings) -> AnswerForm | None:
     """The form that the request asks for. Raises InvalidValue for several, or for one that makes no sense."""
     wishes = [(param, value, make) for param, value, make in _wishes(request) if value is not None]
     if not wishes:
@@ -51,7 +51,7 @@ def read(request: Generation, settings: Settings) -> Form | None:
     return make(value, param)
 
 
-def _wishes(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Form]]]:
+def _wishes(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, str], AnswerForm]]]:
     """Every place where a form may be asked for, what stands there, and how it is read."""
     nested = request.structured_outputs or StructuredOutputs.model_validate({})
     return [
@@ -72,7 +72,7 @@ def _wishes(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Fo
     ]
 
 
-def _response_format(request: Generation) -> list[tuple[str, Any, Callable[[Any, str], Form]]]:
+def _response_format(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, str], AnswerForm]]]:
     wish = request.response_format
     if wish is None or wish.type == "text":
         return []
@@ -94,7 +94,7 @@ def check_size(value: object, settings: Settings, param: str) -> None:
         raise InvalidValue(message, param=param)
 
 
-def check_spelling(form: Form, tokenizer: Tokenizer, rows: int | None) -> None:
+def check_spelling(form: AnswerForm, tokenizer: Tokenizer, rows: int | None) -> None:
     """Raises when the model, which has `rows` logits, couldn't write some of the texts that a form may ask for."""
     if missing := tokenizer.unspellable(tokenizer.vocab_size if rows is None else rows):
         shown = ", ".join(f"0x{byte:02X}" for byte in sorted(missing)[:4])
@@ -103,7 +103,7 @@ def check_spelling(form: Form, tokenizer: Tokenizer, rows: int | None) -> None:
 
 
 # ---------------------------------------------------------------- kinds
-def _json(value: Any, param: str) -> Form:
+def _json(value: Any, param: str) -> AnswerForm:
     """A schema, which some clients send as text."""
     if isinstance(value, str):
         try:
@@ -112,16 +112,16 @@ def _json(value: Any, param: str) -> Form:
             raise InvalidValue(f"{param}: this isn't valid JSON: {error}", param=param) from None
     if not isinstance(value, dict | bool):
         raise InvalidValue(f"{param}: a JSON schema is an object", param=param)
-    return Form(param, schema=value)
+    return AnswerForm(param, schema=value)
 
 
-def _any_object(value: Any, param: str) -> Form:
-    return Form(param, schema=build.ANY_OBJECT)
+def _any_object(value: Any, param: str) -> AnswerForm:
+    return AnswerForm(param, schema=build.ANY_OBJECT)
 
 
-def _regex(value: str, param: str) -> Form:
+def _regex(value: str, param: str) -> AnswerForm:
     made = json.loads(LLMatcher.grammar_from_regex(ascii_classes(value)))["grammars"][0]["lark_grammar"]
-    return Form(param, rule=made.removeprefix("start: ").replace("\n", "\\n"))
+    return AnswerForm(param, rule=made.removeprefix("start: ").replace("\n", "\\n"))
 
 
 def ascii_classes(pattern: str) -> str:
@@ -140,14 +140,14 @@ def ascii_classes(pattern: str) -> str:
     return "".join(out)
 
 
-def _choice(value: list[str], param: str) -> Form:
-    return Form(param, rule=" | ".join(build.quoted(choice) for choice in value))
+def _choice(value: list[str], param: str) -> AnswerForm:
+    return AnswerForm(param, rule=" | ".join(build.quoted(choice) for choice in value))
 
 
-def _grammar(value: str, param: str) -> Form:
+def _grammar(value: str, param: str) -> AnswerForm:
     """GBNF as llama.cpp has it, or Lark as llguidance has it."""
     try:
         lark = any_to_lark(value)
     except Exception as error:  # the converter raises bare ones
         raise InvalidValue(f"{param}: this is no grammar: {one_line(error)}", param=param) from None
-    return Form(param, rule=f"%lark {{\n{lark}\n}}")
+    return AnswerForm(param, rule=f"%lark {{\n{lark}\n}}")

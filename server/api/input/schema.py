@@ -46,7 +46,7 @@ IGNORED = "accepted and ignored: it can't change the answer"
 
 
 @dataclass(frozen=True, slots=True)
-class Unoffered:
+class UnofferedField:
     """Marks a known field whose wish this server can't fulfil.
 
     Attributes:
@@ -79,14 +79,14 @@ class Wire(BaseModel):
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-AUDIO = Unoffered((), "text only", "Audio isn't offered")
+AUDIO = UnofferedField((), "text only", "Audio isn't offered")
 
 
-def unoffered(form: type[Wire]) -> Iterator[tuple[str, Unoffered]]:
+def unoffered(form: type[Wire]) -> Iterator[tuple[str, UnofferedField]]:
     """The fields of `form` that ask for what isn't offered."""
     for name, info in form.model_fields.items():
         for mark in info.metadata:
-            if isinstance(mark, Unoffered):
+            if isinstance(mark, UnofferedField):
                 yield name, mark
 
 
@@ -386,12 +386,12 @@ class ReasoningOptions(Wire):
         None, description="false: as the effort `none`; true: as `medium`, unless an effort is named", examples=[True]
     )
     exclude: bool | None = Field(None, description="true: as `include_reasoning: false`", examples=[False])
-    max_tokens: Annotated[Any, Unoffered()] = None
+    max_tokens: Annotated[Any, UnofferedField()] = None
     summary: Any = Field(None, description=IGNORED + "; reasoning comes whole")
 
 
 # ---------------------------------------------------------------- requests
-class Generation(Wire):
+class GenerationRequest(Wire):
     """What chat and text completions have in common."""
 
     @model_validator(mode="before")
@@ -485,22 +485,22 @@ class Generation(Wire):
         None, description="how long prompt and answer have taken, in every chunk and in the plain answer"
     )
     use_beam_search: bool | None = Field(None, description="refused when true: answers are drawn")
-    bad_words: Annotated[Any, Unoffered(([],))] = None
-    include_stop_str_in_output: Annotated[Any, Unoffered((False,))] = None
-    thinking_token_budget: Annotated[Any, Unoffered()] = None
-    mirostat: Annotated[Any, Unoffered((0,))] = None
-    typical_p: Annotated[Any, Unoffered((1,))] = None
-    top_n_sigma: Annotated[Any, Unoffered((-1, 0))] = None
-    xtc_probability: Annotated[Any, Unoffered((0,))] = None
-    dry_multiplier: Annotated[Any, Unoffered((0,))] = None
-    dynatemp_range: Annotated[Any, Unoffered((0,))] = None
-    repetition_detection: Annotated[Any, Unoffered()] = None
-    stop_regex: Annotated[Any, Unoffered(("", []))] = None
-    no_stop_trim: Annotated[Any, Unoffered((False,))] = None
-    post_sampling_probs: Annotated[Any, Unoffered((False,))] = None
-    t_max_predict_ms: Annotated[Any, Unoffered((-1, 0))] = None
-    lora: Annotated[Any, Unoffered(([],))] = None
-    lora_path: Annotated[Any, Unoffered()] = None
+    bad_words: Annotated[Any, UnofferedField(([],))] = None
+    include_stop_str_in_output: Annotated[Any, UnofferedField((False,))] = None
+    thinking_token_budget: Annotated[Any, UnofferedField()] = None
+    mirostat: Annotated[Any, UnofferedField((0,))] = None
+    typical_p: Annotated[Any, UnofferedField((1,))] = None
+    top_n_sigma: Annotated[Any, UnofferedField((-1, 0))] = None
+    xtc_probability: Annotated[Any, UnofferedField((0,))] = None
+    dry_multiplier: Annotated[Any, UnofferedField((0,))] = None
+    dynatemp_range: Annotated[Any, UnofferedField((0,))] = None
+    repetition_detection: Annotated[Any, UnofferedField()] = None
+    stop_regex: Annotated[Any, UnofferedField(("", []))] = None
+    no_stop_trim: Annotated[Any, UnofferedField((False,))] = None
+    post_sampling_probs: Annotated[Any, UnofferedField((False,))] = None
+    t_max_predict_ms: Annotated[Any, UnofferedField((-1, 0))] = None
+    lora: Annotated[Any, UnofferedField(([],))] = None
+    lora_path: Annotated[Any, UnofferedField()] = None
     user: Any = Field(None, description=IGNORED)
 
     @property
@@ -509,7 +509,7 @@ class Generation(Wire):
         return self.skip_special_tokens is False
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Many[Message] = Field(
@@ -545,22 +545,24 @@ class ChatRequest(Generation):
     echo: bool | None = Field(
         None, description="the answer begins with the last message, if that is the assistant's", examples=[False]
     )
-    add_special_tokens: Annotated[Any, Unoffered((False,), "templates write the begin token themselves")] = None
-    chat_template: Annotated[Any, Unoffered(reason="the template is the model's")] = None
-    documents: Annotated[Any, Unoffered(([],), "`chat_template_kwargs` reach the template")] = None
-    parse_tool_calls: Annotated[Any, Unoffered((True,))] = None
-    reasoning_format: Annotated[Any, Unoffered(("auto", "deepseek"), "reasoning always comes apart")] = None
-    separate_reasoning: Annotated[Any, Unoffered((True,), "reasoning always comes apart")] = None
+    add_special_tokens: Annotated[Any, UnofferedField((False,), "templates write the begin token themselves")] = None
+    chat_template: Annotated[Any, UnofferedField(reason="the template is the model's")] = None
+    documents: Annotated[Any, UnofferedField(([],), "`chat_template_kwargs` reach the template")] = None
+    parse_tool_calls: Annotated[Any, UnofferedField((True,))] = None
+    reasoning_format: Annotated[Any, UnofferedField(("auto", "deepseek"), "reasoning always comes apart")] = None
+    separate_reasoning: Annotated[Any, UnofferedField((True,), "reasoning always comes apart")] = None
     verbose: bool | None = Field(
         None, description="the answer tells its prompt's text as `__verbose.prompt`, as llama.cpp's does"
     )
     modalities: Many[str] | None = Field(None, description="only `text`", examples=[["text"]])
     audio: Annotated[Any, AUDIO] = None
-    web_search_options: Annotated[Any, Unoffered((), "the server doesn't search", "Web search isn't offered")] = None
-    moderation: Annotated[Any, Unoffered((), "the server doesn't moderate", "Moderation isn't offered")] = None
-    functions: Annotated[Any, Unoffered((), "use `tools`", "`functions` isn't offered; use `tools`")] = None
+    web_search_options: Annotated[Any, UnofferedField((), "the server doesn't search", "Web search isn't offered")] = (
+        None
+    )
+    moderation: Annotated[Any, UnofferedField((), "the server doesn't moderate", "Moderation isn't offered")] = None
+    functions: Annotated[Any, UnofferedField((), "use `tools`", "`functions` isn't offered; use `tools`")] = None
     function_call: Annotated[
-        Any, Unoffered((), "use `tool_choice`", "`function_call` isn't offered; use `tool_choice`")
+        Any, UnofferedField((), "use `tool_choice`", "`function_call` isn't offered; use `tool_choice`")
     ] = None
     store: Any = Field(None, description=IGNORED + "; nothing is stored")
     metadata: Any = Field(None, description=IGNORED)
@@ -589,7 +591,7 @@ class ChatRequest(Generation):
         return self.include_reasoning is not False and not excluded
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Prompt = Field(description="text or token ids, one or several", examples=["Once upon a time"])

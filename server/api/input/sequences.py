@@ -11,8 +11,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
 
-from server.api.input.schema import Generation
-from server.errors import ContextLengthExceeded, InvalidValue
+from server.api.input.schema import GenerationRequest
+from server.errors import ContextLengthError, InvalidValue
 from server.ipc import messages
 from server.ipc.messages import Grammar, Sampling
 from server.settings import Settings
@@ -43,7 +43,7 @@ class Bounds:
     def check_length(self, prompt: List[int]) -> None:
         """Raises for a prompt that leaves no room for an answer."""
         if len(prompt) + 1 > self.context:
-            raise ContextLengthExceeded.of(len(prompt), self.context)
+            raise ContextLengthError.of(len(prompt), self.context)
 
     def room(self, prompt: int, asked: int | None) -> int:
         """Most tokens of an answer. Where not even one fits, opening the request is refused with both numbers."""
@@ -51,7 +51,7 @@ class Bounds:
         return free if asked is None else min(asked, free)
 
 
-def sampling(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> Sampling:
+def sampling(request: GenerationRequest, tokenizer: Tokenizer, bounds: Bounds) -> Sampling:
     """How the request's tokens are drawn, with nothing left open."""
 
     def value(name: str, otherwise: float, older: float | None = None) -> Any:
@@ -84,7 +84,7 @@ def seed(wish: int | None) -> int:
     return secrets.randbits(SEED_BITS) if is_open else wish & (2**SEED_BITS - 1)
 
 
-def stop_ids(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> list[int]:
+def stop_ids(request: GenerationRequest, tokenizer: Tokenizer, bounds: Bounds) -> list[int]:
     """Ids that end an answer."""
     wished = request.stop_token_ids or []
     bounds.check_ids(wished, "stop_token_ids")
@@ -92,19 +92,19 @@ def stop_ids(request: Generation, tokenizer: Tokenizer, bounds: Bounds) -> list[
     return sorted({*wished, *(token for token in own if token < bounds.vocabulary)})
 
 
-def predicted(request: Generation, default: int | None) -> int | None:
+def predicted(request: GenerationRequest, default: int | None) -> int | None:
     """Most tokens of the answer by llama.cpp's name for them; None: what fits the context."""
     if request.n_predict == -1:
         return None
     return default if request.n_predict is None else request.n_predict
 
 
-def most_tokens(request: Generation, bounds: Bounds) -> int | None:
+def most_tokens(request: GenerationRequest, bounds: Bounds) -> int | None:
     """Those of a prompt that can be of use; None where it's truncated, for that needs all of them."""
     return bounds.context if request.truncate_prompt_tokens is None else None
 
 
-def truncated(ids: list[int], request: Generation, bounds: Bounds, max_tokens: int | None) -> list[int]:
+def truncated(ids: list[int], request: GenerationRequest, bounds: Bounds, max_tokens: int | None) -> list[int]:
     """The prompt, or the part of it that the request wants; the very same list if that is all of it."""
     most = request.truncate_prompt_tokens
     if most == -1:
@@ -115,7 +115,7 @@ def truncated(ids: list[int], request: Generation, bounds: Bounds, max_tokens: i
 
 
 def sequences(
-    request: Generation,
+    request: GenerationRequest,
     prompts: List[list[int]],
     *,
     tokenizer: Tokenizer,

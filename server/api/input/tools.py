@@ -12,7 +12,7 @@ from typing import Any
 
 from server.api.input import response_format
 from server.api.input.members import declared
-from server.api.input.response_format import Form
+from server.api.input.response_format import AnswerForm
 from server.api.input.schema import ChatRequest, Function, NamedChoice
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import build
@@ -30,7 +30,7 @@ Offer = list[tuple[int, Function]]  # each with its place in `tools`
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ToolOptions:
     """What a request wants of tools: those that may be called, and whether one must be."""
 
     offered: Offer
@@ -44,7 +44,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
+class FormConstraint:
     """What an answer follows.
 
     Attributes:
@@ -55,7 +55,7 @@ class Constraint:
     reasons: bool
 
 
-def read(request: ChatRequest) -> Wish:
+def read(request: ChatRequest) -> ToolOptions:
     """Raises for a choice that the tools don't allow."""
     tools: Offer = [(i, tool.function) for i, tool in enumerate(request.tools or []) if tool.function is not None]
     choice = request.tool_choice
@@ -65,17 +65,17 @@ def read(request: ChatRequest) -> Wish:
     if not several and tools:
         log.info("parallel_tool_calls: false holds for forced calls only")
     if choice is None or isinstance(choice, str):
-        return Wish([] if choice == "none" else tools, choice == "required", several)
+        return ToolOptions([] if choice == "none" else tools, choice == "required", several)
     return _named(choice, tools, several)
 
 
-def _named(choice: NamedChoice, tools: Offer, several: bool) -> Wish:
+def _named(choice: NamedChoice, tools: Offer, several: bool) -> ToolOptions:
     if choice.type == "function" and choice.function is not None:
-        return Wish(_only({choice.function.name}, tools, "tool_choice.function.name"), True, False)
+        return ToolOptions(_only({choice.function.name}, tools, "tool_choice.function.name"), True, False)
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
         names = {reference.function.name for reference in choice.allowed_tools.tools}
         offered = _only(names, tools, "tool_choice.allowed_tools.tools")
-        return Wish(offered, choice.allowed_tools.mode == "required", several)
+        return ToolOptions(offered, choice.allowed_tools.mode == "required", several)
     if choice.type in {"function", "allowed_tools"}:
         raise InvalidValue(f"tool_choice: type {choice.type} needs {choice.type}", param=f"tool_choice.{choice.type}")
     raise UnsupportedParameter(f"tool_choice: type {choice.type[:50]!r} isn't offered", param="tool_choice.type")
@@ -89,8 +89,8 @@ def _only(names: set[str], tools: Offer, param: str) -> Offer:
 
 # ---------------------------------------------------------------- grammar
 def constraint(
-    form: Form | None,
-    wish: Wish,
+    form: AnswerForm | None,
+    wish: ToolOptions,
     prompt: ChatPrompt,
     tokenizer: Tokenizer,
     *,
@@ -98,7 +98,7 @@ def constraint(
     thinks: bool = True,
     continues: bool = False,
     prove: Prove = fault,
-) -> Constraint | None:
+) -> FormConstraint | None:
     """What the answer must follow, if the request asks for a form.
 
     The model has `rows` logits, as many as the tokenizer has ids unless given. `thinks`: it may reason before;
@@ -108,7 +108,7 @@ def constraint(
         # `response_format` is about text, and agents send it with every request; the other forms are about this answer.
         if form is not None and not form.param.startswith("response_format"):
             raise InvalidValue(f"{form.param}: a forced call leaves no text to give a form to", param=form.param)
-        form = Form("tool_choice")
+        form = AnswerForm("tool_choice")
     if form is None:
         return None
     response_format.check_spelling(form, tokenizer, rows)
@@ -125,10 +125,10 @@ def constraint(
         reasoning=thought,
         prove=prove,
     )
-    return Constraint(made, thought is not None and thought.wanted and not thought.opened)
+    return FormConstraint(made, thought is not None and thought.wanted and not thought.opened)
 
 
-def _calls(wish: Wish, tokenizer: Tokenizer, tags: Tags, param: str) -> Calls | FreeCalls:
+def _calls(wish: ToolOptions, tokenizer: Tokenizer, tags: Tags, param: str) -> Calls | FreeCalls:
     form = tokenizer.tool_format
     style = None if form is None else layout.call_style(form, tags)
     if style is None:

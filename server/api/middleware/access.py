@@ -35,7 +35,7 @@ QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Counts(Protocol):
+class AccessCounts(Protocol):
     """What the middleware counts."""
 
     def rejected(self, endpoint: str, reason: str) -> None: ...
@@ -96,7 +96,9 @@ class Heads:
 class Access:
     """Outermost middleware: nothing leaves without a request id, a count and, if wanted, a line in the log."""
 
-    def __init__(self, app: ASGIApp, counts: Counts, lines: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, app: ASGIApp, counts: AccessCounts, lines: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._app = app
         self._counts = counts
         self._lines = lines

@@ -13,12 +13,12 @@ from typing import Any
 
 from server.ipc import messages
 from server.ipc.messages import TokenLogprobs
-from server.supervision.generation import Delta, Generation, Live
+from server.supervision.generation import Generation, GenerationDelta, GenerationHandle
 from server.text.detokenizer import Answer, Content, Piece, Reasoning, TextState
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredToken:
     """A token of the answer with its log probabilities."""
 
     token: int
@@ -41,7 +41,7 @@ class Choice:
     finish: str | None = None
     cached: int = 0
     begun: bool = False
-    scored: list[Scored] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     keeps_ids: bool = False
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -51,7 +51,7 @@ class Choice:
     def sequence(self) -> messages.Sequence:
         return self.generation.sequence
 
-    def take(self, delta: Delta) -> list[Piece]:
+    def take(self, delta: GenerationDelta) -> list[Piece]:
         """What the news adds for the client to see."""
         self.cached = delta.cached if delta.cached is not None else self.cached
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
@@ -67,10 +67,12 @@ class Choice:
             self.finish = "tool_calls" if self.text.calls and ended == "stop" else ended
         return pieces
 
-    def _score(self, delta: Delta, used: int) -> None:
+    def _score(self, delta: GenerationDelta, used: int) -> None:
         stops = self.sequence.stop_ids if delta.finish == "stop" else ()
         pairs = zip(delta.tokens[:used], delta.logprobs[:used], strict=True)
-        self.scored += [Scored(token, self._with_own(token, found)) for token, found in pairs if token not in stops]
+        self.scored += [
+            ScoredToken(token, self._with_own(token, found)) for token, found in pairs if token not in stops
+        ]
 
     def _with_own(self, token: int, found: TokenLogprobs) -> TokenLogprobs:
         """Where alternatives are named by the request, the drawn token is always one more."""
@@ -84,7 +86,7 @@ class Choice:
         self.ids = []
         return ids
 
-    def take_scored(self) -> list[Scored]:
+    def take_scored(self) -> list[ScoredToken]:
         scored = self.scored
         self.scored = []
         return scored
@@ -102,9 +104,11 @@ def joined(first: list[Piece], second: list[Piece]) -> list[Piece]:
 
 
 class Reply:
-    """All choices of one request, and the `Live` that brings their news."""
+    """All choices of one request, and the `GenerationHandle` that brings their news."""
 
-    def __init__(self, live: Live, texts: Sequence[TextState], keepalive: float, *, keeps_ids: bool = False) -> None:
+    def __init__(
+        self, live: GenerationHandle, texts: Sequence[TextState], keepalive: float, *, keeps_ids: bool = False
+    ) -> None:
         self.live = live
         self.choices = [
             Choice(i, generation, text, keeps_ids=keeps_ids)
@@ -135,7 +139,7 @@ class Reply:
         if any(choice.finish == "tool_calls" for choice in self.choices):
             self.live.outcome = "tool_calls"
 
-    def _take(self, index: int, delta: Delta) -> list[Piece]:
+    def _take(self, index: int, delta: GenerationDelta) -> list[Piece]:
         choice = self.choices[index]
         pieces = choice.take(delta)
         if choice.text.stopped:

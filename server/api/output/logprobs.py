@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from server.api.output.choices import Scored
+from server.api.output.choices import ScoredToken
 from server.ipc.messages import TokenLogprobs
 from server.text.tokenizer import Tokenizer
 
@@ -18,7 +18,7 @@ Spelling = Callable[[int], tuple[str, bytes]]  # a token as its reader sees it, 
 LOWEST = -9999.0  # instead of minus infinity, which is no JSON number
 
 
-def entries(spell: Spelling, scored: Sequence[Scored], count: int) -> dict[str, Any]:
+def entries(spell: Spelling, scored: Sequence[ScoredToken], count: int) -> dict[str, Any]:
     """Chat's shape, with `count` alternatives."""
     content = []
     for score in scored:
@@ -49,20 +49,20 @@ class Lists:
     def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The prompt's tokens; nothing comes before the first, so nothing is known of it. Its text is whole by itself:
         the answer doesn't go on with half a character."""
-        rest = [Scored(token, score) for token, score in zip(ids[1:], logprobs, strict=True)]
+        rest = [ScoredToken(token, score) for token, score in zip(ids[1:], logprobs, strict=True)]
         first = {"tokens": [self._spell(ids[0])[0]], "token_logprobs": [None], "top_logprobs": [None]}
         made = merged(first | {"text_offset": [self._advance(ids[0])]}, self._lists(rest, self._advance))
         self._offset += len(self._utf8.decode(b"", final=True))
         return made
 
-    def answer(self, scored: Sequence[Scored]) -> dict[str, Any]:
+    def answer(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
         """Special tokens that an answer's text leaves out take no room."""
         return self._lists(scored, lambda token: self._offset if self._hides(token) else self._advance(token))
 
     def _hides(self, token: int) -> bool:
         return self._tokenizer.is_special(token) and not self._shows_special
 
-    def _lists(self, scored: Sequence[Scored], offset: Callable[[int], int]) -> dict[str, Any]:
+    def _lists(self, scored: Sequence[ScoredToken], offset: Callable[[int], int]) -> dict[str, Any]:
         return {
             "tokens": [self._spell(score.token)[0] for score in scored],
             "token_logprobs": [max(score.logprobs.logprob, LOWEST) for score in scored],
@@ -70,7 +70,7 @@ class Lists:
             "text_offset": [offset(score.token) for score in scored],
         }
 
-    def _alternatives(self, score: Scored) -> dict[str, float]:
+    def _alternatives(self, score: ScoredToken) -> dict[str, float]:
         """By text, the drawn token first; of several tokens with the same text the likeliest."""
         drawn = self._spell(score.token)[0]
         found = {drawn: score.logprobs.logprob}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from server.api.input.schema import Generation
+from server.api.input.schema import GenerationRequest
 from server.api.output.choices import Choice
 from server.api.output.logprobs import LOWEST, Spelling, by_id
 from server.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class Extras:
     each_usage: bool = False
 
     @classmethod
-    def of(cls, request: Generation, top_logprobs: int | None) -> Extras:
+    def of(cls, request: GenerationRequest, top_logprobs: int | None) -> Extras:
         if top_logprobs is not None and request.logprob_token_ids:
             top_logprobs = len(request.logprob_token_ids) + 1  # with the drawn one
         options = request.stream_options

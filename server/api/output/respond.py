@@ -1,7 +1,7 @@
 """From sequences to an HTTP answer, streamed or not.
 
 Owns the life of one generation request: open it, follow it, leave it, and say in the access log what it was. Runs on
-the event loop. The shape of the answer is the protocol's, given as a `Form`.
+the event loop. The shape of the answer is the protocol's, given as a `ProtocolFormat`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.context import Served
-from server.api.input.schema import Generation, StreamOptions
+from server.api.context import AppContext
+from server.api.input.schema import GenerationRequest, StreamOptions
 from server.api.middleware.access import Record, record_of
 from server.api.output.choices import Choice, Reply
 from server.api.output.sse import DONE, KEEPALIVE, PREFILL, EventStream, encode, event
@@ -31,7 +31,7 @@ CLIENT_LEFT = 499  # for the log; nobody reads it
 log = logging.getLogger("marathon.api")
 
 
-class Form(Protocol):
+class ProtocolFormat(Protocol):
     """What the answer looks like on the wire."""
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
@@ -45,7 +45,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """A request that has been understood; all that is left is to do it.
 
     Attributes:
@@ -53,13 +53,13 @@ class Prepared:
         unknown: fields that nobody knows.
     """
 
-    request: Generation
+    request: GenerationRequest
     sequences: list[Sequence]
     texts: list[TextState]
-    form: Form
+    form: ProtocolFormat
     unknown: list[str]
 
-    def lean(self) -> Prepared:
+    def lean(self) -> PreparedRequest:
         """The same for another process: without what was sent and has been read."""
         kinds = (bool, int, float, StreamOptions)
         kept: dict[str, Any] = {name: value for name, value in vars(self.request).items() if isinstance(value, kinds)}
@@ -67,7 +67,7 @@ class Prepared:
         return replace(self, request=type(self.request).model_construct(**kept), unknown=names)
 
 
-async def respond(served: Served, http: Request, endpoint: str, prepared: Prepared) -> Response:
+async def respond(served: AppContext, http: Request, endpoint: str, prepared: PreparedRequest) -> Response:
     """The HTTP answer. Raises RequestError before the first byte."""
     record = record_of(http.scope)
     served.note_unknown(endpoint, prepared.unknown)
@@ -85,7 +85,7 @@ async def respond(served: Served, http: Request, endpoint: str, prepared: Prepar
     return Response(status_code=CLIENT_LEFT)
 
 
-async def collect(reply: Reply, record: Record, prepared: Prepared) -> None:
+async def collect(reply: Reply, record: Record, prepared: PreparedRequest) -> None:
     async with reply.live:
         try:
             await reply.collect()
@@ -93,7 +93,7 @@ async def collect(reply: Reply, record: Record, prepared: Prepared) -> None:
             record.facts |= outcome(reply, prepared)
 
 
-async def stream(reply: Reply, prepared: Prepared, record: Record) -> AsyncGenerator[bytes, None]:
+async def stream(reply: Reply, prepared: PreparedRequest, record: Record) -> AsyncGenerator[bytes, None]:
     """Events as they form, and a comment where nothing was shown for too long. A failure is one more event, after which
     the stream ends without [DONE]."""
     form = prepared.form
@@ -146,7 +146,7 @@ async def _disconnected(http: Request) -> None:
 
 
 # ---------------------------------------------------------------- the access log
-def wishes(prepared: Prepared) -> dict[str, Any]:
+def wishes(prepared: PreparedRequest) -> dict[str, Any]:
     """What was asked for, with the defaults filled in."""
     first = prepared.sequences[0]
     draws = first.sampling
@@ -164,7 +164,7 @@ def wishes(prepared: Prepared) -> dict[str, Any]:
     return facts | {name: value for name, value in penalties.items() if value not in (0.0, 1.0)}
 
 
-def outcome(reply: Reply, prepared: Prepared) -> dict[str, Any]:
+def outcome(reply: Reply, prepared: PreparedRequest) -> dict[str, Any]:
     """What came of it."""
     usage = reply.usage(prepared.request.n or 1)
     return {

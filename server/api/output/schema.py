@@ -103,7 +103,7 @@ class AnswerMessage(Shape):
     tool_calls: list[ToolCall] | None = None
 
 
-class Delta(Shape):
+class MessageDelta(Shape):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
@@ -125,7 +125,7 @@ class ChatChoice(Shape):
 
 class ChunkChoice(Shape):
     index: int
-    delta: Delta
+    delta: MessageDelta
     finish_reason: ChatFinish | None
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | None = Field(None, description="with `return_token_ids`")
@@ -198,7 +198,7 @@ class TextCompletion(Shape):
 
 
 # ---------------------------------------------------------------- the rest
-class Model(Shape):
+class ModelCard(Shape):
     id: str
     object: Literal["model"]
     created: int
@@ -209,10 +209,10 @@ class Model(Shape):
 
 class ModelList(Shape):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Tokens(Shape):
+class TokenizeAnswer(Shape):
     """Answer of POST /tokenize, with the fields of both customary forms."""
 
     tokens: list[Any] = Field(description="ids, or with `with_pieces` objects of id and piece")
@@ -221,20 +221,20 @@ class Tokens(Shape):
     token_strs: list[str] | None = Field(description="with `return_token_strs`: tokens as the vocabulary writes them")
 
 
-class Counted(Shape):
+class InputTokensAnswer(Shape):
     """Answer of POST /v1/chat/completions/input_tokens, as llama.cpp names it."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class Rendered(Shape):
+class TemplateAnswer(Shape):
     """Answer of POST /apply-template."""
 
     prompt: str
 
 
-class Text(Shape):
+class DetokenizeAnswer(Shape):
     """Answer of POST /detokenize, under both customary names."""
 
     content: str | None = Field(None, description="unless the request names the model, which only vLLM's clients do")

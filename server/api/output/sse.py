@@ -17,7 +17,7 @@ from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
 from server.api.middleware.access import FILLER, UNSENT, cut, record_of
-from server.supervision.generation import Live
+from server.supervision.generation import GenerationHandle
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
@@ -39,7 +39,7 @@ class EventStream(EventSourceResponse):
     reader that takes a little at a time is none: what its machine acknowledges counts, not what makes room here.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], live: Live, patience: float) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes, None], live: GenerationHandle, patience: float) -> None:
         super().__init__(frames, ping=0, headers={"Cache-Control": "no-cache, no-store"})
         del self.headers["connection"]  # HTTP/1.0 clients get another
         self._live = live

@@ -75,10 +75,10 @@ def _read_several(form: ToolFormat, text: str, tools: list[dict[str, Any]] | Non
 def _by_format(name: str, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> tuple[Parts, bool]:
     """The parts, and whether the text ends within a value."""
     if name in MARKUPS:
-        marked = marked_calls.Reading(MARKUPS[name], text, tools, whole=whole)
+        marked = marked_calls.MarkedCalls(MARKUPS[name], text, tools, whole=whole)
         return marked.parts, marked.open
     if name in NOTATIONS:
-        spelled = spelled_calls.Reading(NOTATIONS[name], text)
+        spelled = spelled_calls.SpelledCalls(NOTATIONS[name], text)
         return spelled.parts, spelled.open
     return [], False
 

@@ -25,7 +25,7 @@ _SECTIONS = r"<!\[CDATA\[.*?(?:\]\]>|\Z)"  # in which no tag counts
 _GROUP = re.compile(r"\(\?P<\w+>")
 
 
-class Reading:
+class MarkedCalls:
     """One text, read as calls when this is made.
 
     Attributes:

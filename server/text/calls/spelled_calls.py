@@ -46,7 +46,7 @@ NOTATIONS: Mapping[str, Notation] = {
 }
 
 
-class Reading:
+class SpelledCalls:
     """One text, read as calls when this is made.
 
     Attributes:

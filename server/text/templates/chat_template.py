@@ -31,7 +31,7 @@ _OURS |= {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedPrompt:
     """A prompt as text, typed parts still shielded.
 
     Attributes:
@@ -71,7 +71,7 @@ class ChatTemplate:
         effort: str | None,
         continuing: bool,
         begins: bool,
-    ) -> Rendered:
+    ) -> RenderedPrompt:
         """Raises InvalidValue with the template's own words when it refuses."""
         said = fit(messages, self.able, self._shield)
         none: list[Any] | None = [] if self.able.listed else None
@@ -100,15 +100,15 @@ class ChatTemplate:
 
         return _first(attempt, _forms(messages))[0]
 
-    def _read(self, text: str, start: int, end: int, continuing: bool) -> Rendered:
+    def _read(self, text: str, start: int, end: int, continuing: bool) -> RenderedPrompt:
         """`start` and `end`: where the last message's content lies (0 if it couldn't be found)."""
         opening = text[start if continuing else end :]
         if self._think is None:
-            return Rendered(text, (start,), False)
+            return RenderedPrompt(text, (start,), False)
         opened, closed = (opening.rfind(tag) for tag in self._think)
         # What a template writes about reasoning before the answer, it leaves out of the history.
         places = (start, end) if opened >= 0 or closed >= 0 else (start,)
-        return Rendered(text, places, opened > closed, closed > opened)
+        return RenderedPrompt(text, places, opened > closed, closed > opened)
 
     # ---------------------------------------------------------------- what the template sees
     def _switches(self, effort: str | None) -> dict[str, Any]:

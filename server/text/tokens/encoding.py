@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from server.errors import ContextLengthExceeded
+from server.errors import ContextLengthError
 from server.text.tokens.encode_cache import History, common_prefix, may_cut
 from server.text.tokens.least import Least
 from server.text.tokens.pieces import PIECE, Cuts, measured
@@ -105,7 +105,7 @@ class Encoder:
     ) -> tuple[list[int], list[int]]:
         """Ids of a text whose typed parts are shielded, and how many of them lie wholly before each position.
 
-        `most`: tokens that there is room for. Raises ContextLengthExceeded for a text that is far too long for them,
+        `most`: tokens that there is room for. Raises ContextLengthError for a text that is far too long for them,
         before it is read to its end.
         """
         marked = self._always_guard or _MARKS.search(text) is not None
@@ -121,7 +121,7 @@ class Encoder:
     def _check(self, text: str, most: int) -> None:
         """Raises for a text that has too many tokens whatever they are."""
         if self._backend is not None and (fewest := self._least.tokens(text)) > most:
-            raise ContextLengthExceeded.of(fewest, most, at_least=True)
+            raise ContextLengthError.of(fewest, most, at_least=True)
 
     def _encode_guarded(
         self, text: str, positions: Sequence[int], most: int | None

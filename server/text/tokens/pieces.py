@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from server.errors import ContextLengthExceeded
+from server.errors import ContextLengthError
 
 PIECE = 1 << 18  # characters
 EXACT = 2  # times the tokens that there is room for: up to there they are counted exactly
@@ -97,7 +97,7 @@ class Cuts:
 def measured(backend: Any, cuts: Cuts, text: str, most: int | None = None) -> Measured:
     """Ids of a text and where each token ends, one character more or less at a border.
 
-    Raises ContextLengthExceeded as soon as it is clear that there are many more than `most`.
+    Raises ContextLengthError as soon as it is clear that there are many more than `most`.
     """
     if len(text) <= PIECE:
         return whole(backend, text)
@@ -111,5 +111,5 @@ def measured(backend: Any, cuts: Cuts, text: str, most: int | None = None) -> Me
         ends += [place + start for place in further]
         start = following
         if most is not None and len(ids) > EXACT * most and start < len(text):
-            raise ContextLengthExceeded.of(len(ids), most, at_least=True)
+            raise ContextLengthError.of(len(ids), most, at_least=True)
     return ids, ends
