@@ -85,7 +85,9 @@ def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequ
         grammar=constraint.grammar if constraint else None,
         marks=prompt.marks if ids is prompt.ids else [len(ids)],
     )
-    follows = {"follows": True, "reasons": constraint.reasons} if constraint else {}
+    follows = {}
+    if constraint:
+        follows = {"follows": True, "reasons": constraint.reasons}
     spelled = {"rows": bounds.vocabulary, "stop_ids": made[0].stop_ids}
     texts = [_text(request, wish, prompt, tokenizer, **spelled, **follows) for _ in made]
     return PreparedRequest(request, made, texts, _form(request, wish, served), unknown(request))
@@ -136,7 +138,9 @@ def _form(request: ChatRequest, wish: tools.ToolOptions, served: ServedModel) ->
         "model": served.name,
         "system_fingerprint": served.build,
     }
-    top = (request.top_logprobs or 0) if request.logprobs else None
+    top = None
+    if request.logprobs:
+        top = request.top_logprobs or 0
     return ChatForm(
         head,
         served.tokenizer,
@@ -151,4 +155,6 @@ def _form(request: ChatRequest, wish: tools.ToolOptions, served: ServedModel) ->
 def _echo(request: ChatRequest) -> str:
     """What the answer begins with."""
     last = request.messages[-1]
-    return text_of(last) if request.echo and last.role == "assistant" else ""
+    if request.echo and last.role == "assistant":
+        return text_of(last)
+    return ""

@@ -62,7 +62,10 @@ def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequ
     served.check_model(request.model)
     refusals.check_completion(request, served.settings)
     given = split(request.prompt)
-    max_tokens = predicted(request, COMPLETION_TOKENS) if request.max_tokens is None else request.max_tokens
+    if request.max_tokens is None:
+        max_tokens = predicted(request, COMPLETION_TOKENS)
+    else:
+        max_tokens = request.max_tokens
     bos = request.add_special_tokens is not False
     most = most_tokens(request, bounds)
     whole = [tokenised(prompt, served.tokenizer, bounds, bos=bos, most=most) for prompt in given]
@@ -82,7 +85,9 @@ def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequ
     ends = made[0].stop_ids
     texts = [TextState(served.tokenizer, stops=stops, stop_ids=ends, chat=False, show_special=shown) for _ in made]
     read = [text if ids is all_ids else ids for text, ids, all_ids in zip(given, prompts, whole, strict=True)]
-    shown_prompts = [_spelled(prompt, served.tokenizer) for prompt in read] if request.echo else []
+    shown_prompts = []
+    if request.echo:
+        shown_prompts = [_spelled(prompt, served.tokenizer) for prompt in read]
     form = _form(request, served, [prompt for prompt in shown_prompts for _ in range(request.n or 1)])
     return PreparedRequest(request, made, texts, form, unknown(request))
 
@@ -100,7 +105,9 @@ def split(prompt: Prompt) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     several: list[Any] = prompt
-    return several if isinstance(several[0], str | list) else [several]
+    if isinstance(several[0], str | list):
+        return several
+    return [several]
 
 
 def tokenised(
@@ -112,7 +119,10 @@ def tokenised(
     Whoever writes a bare prompt writes all of it: what spells a control token is one, as templates rendered by the
     client need it. In chat messages it stays text.
     """
-    ids = tokenizer.encode(prompt, special=True, bos=bos, most=most) if isinstance(prompt, str) else prompt
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, special=True, bos=bos, most=most)
+    else:
+        ids = prompt
     bounds.check_ids(ids, "prompt")
     if not ids:
         raise InvalidValue("prompt: an empty text gives this model nothing to begin with", param="prompt")
@@ -120,7 +130,9 @@ def tokenised(
 
 
 def _spelled(prompt: str | list[int], tokenizer: Tokenizer) -> str:
-    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.decode(prompt, special=True)
 
 
 def _form(request: CompletionRequest, served: ServedModel, prompts: list[str]) -> CompletionForm:
@@ -155,12 +167,20 @@ class CompletionForm:
         """The reason for the end has a chunk of its own, as in a chat."""
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         begins = not choice.begun and bool(choice.text.tokens or choice.finish)
-        data = self._chunk(choice, text, None) if text or (begins and self.echo) else b""
-        return data + self._chunk(choice, "", choice.finish) if choice.finish else data
+        data = b""
+        if text or (begins and self.echo):
+            data = self._chunk(choice, text, None)
+        if choice.finish:
+            return data + self._chunk(choice, "", choice.finish)
+        return data
 
     def _chunk(self, choice: Choice, text: str, finish: str | None) -> bytes:
-        prompt = {} if choice.begun else self.extras.prompt_ids(choice)
-        usage = usage_so_far(choice, choice.text.tokens) if self.extras.each_usage else None
+        prompt = {}
+        if not choice.begun:
+            prompt = self.extras.prompt_ids(choice)
+        usage = None
+        if self.extras.each_usage:
+            usage = usage_so_far(choice, choice.text.tokens)
         made = self._choice(choice, text, finish) | prompt | self.extras.ids(choice)
         more = ({"usage": usage} if self.extras.usage else {}) | self.extras.times(choice)
         return event(self.head | {"choices": [made]} | more)
@@ -180,7 +200,9 @@ class CompletionForm:
         return nothing | self.extras.prompt_ids(choice) | self.extras.ids(choice)
 
     def _choice(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
-        scores = self._scores(choice) if self.extras.top_logprobs is not None else None
+        scores = None
+        if self.extras.top_logprobs is not None:
+            scores = self._scores(choice)
         if not choice.begun and self.echo is not None:
             text = self.echo[choice.index] + text
         choice.begun = True

@@ -76,7 +76,9 @@ class ServedModel:
     @property
     def names(self) -> set[str]:
         """Every name under which the model answers; only its id and the aliases are listed."""
-        given = {self.settings.model} if self.settings.model else set()
+        given = set()
+        if self.settings.model:
+            given = {self.settings.model}
         return {self.name, "default", *self.settings.model_alias, *given}
 
     @property

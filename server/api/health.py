@@ -16,11 +16,20 @@ from server.api.context import AppContext
 from server.api.openapi import errors
 from server.api.output.sse import encode
 from server.errors import Draining, NotReady
+from server.ipc.messages import Ready, Snapshot
 from server.metrics import CONTENT_TYPE
+from server.supervision.supervisor import Supervisor
 
 
 def routes(served: AppContext) -> APIRouter:
     router = APIRouter(tags=["health"])
+    for add in (_add_probes, _add_reports, _add_debug, _add_names):
+        add(router, served)
+    return router
+
+
+def _add_probes(router: APIRouter, served: AppContext) -> None:
+    """Add /live and /ready, which orchestrators ask."""
     supervisor = served.supervisor
 
     @router.get("/live", responses=errors())
@@ -37,6 +46,10 @@ def routes(served: AppContext) -> APIRouter:
             raise NotReady(f"No engine is ready: {supervisor.down_reason}", retry_after=2)
         return {"status": "ready"}
 
+
+def _add_reports(router: APIRouter, served: AppContext) -> None:
+    """Add /health and /metrics, which people and Prometheus read."""
+
     @router.get("/health", responses=errors())
     async def health() -> Response:
         """The state of the engine, as far as the server knows it."""
@@ -47,34 +60,36 @@ def routes(served: AppContext) -> APIRouter:
         """Prometheus metrics."""
         return Response(served.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
+
+def _add_debug(router: APIRouter, served: AppContext) -> None:
+    """Add /debug/*: what lies behind the figures."""
+    supervisor = served.supervisor
+
     @router.get("/debug/guard", responses=errors())
     async def guard() -> Response:
         """What the cache guard found pending, and every automatic act of both processes."""
-        snapshot = supervisor.snapshot
-        found = snapshot.actions if snapshot else []
-        actions = sorted([*found, *supervisor.actions], key=lambda action: action.time)
-        return json(
-            {
-                "pending": snapshot.pending if snapshot else 0,
-                "findings": snapshot.findings if snapshot else [],
-                "actions": actions,
-            }
-        )
+        snapshot = supervisor.snapshot or Snapshot()
+        actions = sorted([*snapshot.actions, *supervisor.actions], key=lambda action: action.time)
+        return json({"pending": snapshot.pending, "findings": snapshot.findings, "actions": actions})
 
     @router.get("/debug/batches", responses=errors())
     async def batches() -> Response:
         """The decode groups at the time of the last snapshot, what waits, and how far the prompts are being read."""
-        snapshot = supervisor.snapshot
+        snapshot = supervisor.snapshot or Snapshot()
         return json(
             {
                 "running": supervisor.running,
                 "waiting": supervisor.waiting,
-                "prefilling": snapshot.prefilling if snapshot else 0,
-                "prompts": snapshot.prompts if snapshot else [],
-                "groups": snapshot.groups if snapshot else [],
-                "step_seconds": snapshot.step_seconds if snapshot else {},
+                "prefilling": snapshot.prefilling,
+                "prompts": snapshot.prompts,
+                "groups": snapshot.groups,
+                "step_seconds": snapshot.step_seconds,
             }
         )
+
+
+def _add_names(router: APIRouter, served: AppContext) -> None:
+    """Add /version and /."""
 
     @router.get("/version", responses=errors())
     async def version() -> dict[str, str]:
@@ -86,17 +101,14 @@ def routes(served: AppContext) -> APIRouter:
         """What this is."""
         return {"name": "Marathon", "version": server.__version__, "model": served.name, "api": "/openapi.json"}
 
-    return router
-
 
 def report(served: AppContext) -> dict[str, Any]:
     """Body of /health."""
     supervisor = served.supervisor
-    snapshot = served.supervisor.snapshot
-    known = served.supervisor.known
-    status = "ok" if supervisor.is_ready else "draining" if supervisor.draining else "not ready"
+    snapshot = supervisor.snapshot
+    known = supervisor.known
     return {
-        "status": status,
+        "status": _status(supervisor),
         "reason": supervisor.down_reason,
         "model": served.name,
         "version": server.__version__,
@@ -108,14 +120,29 @@ def report(served: AppContext) -> dict[str, Any]:
             "restarts": supervisor.restarts,
         },
         "pressure": snapshot.pressure if snapshot else None,
-        "live_buffers": {
-            "source": known.live_source if known else "off",
-            "count": snapshot.live_settled if snapshot else None,
-            "limit": known.buffer_limit if known else None,
-            "reason": (known.live_reason or None) if known else "the engine is starting",
-        },
+        "live_buffers": _live_buffers(known, snapshot or Snapshot()),
         "batching": known.batching if known else None,
         "draining": supervisor.draining,
+    }
+
+
+def _status(supervisor: Supervisor) -> str:
+    if supervisor.is_ready:
+        return "ok"
+    if supervisor.draining:
+        return "draining"
+    return "not ready"
+
+
+def _live_buffers(known: Ready | None, snapshot: Snapshot) -> dict[str, Any]:
+    """Report MLX's live buffers, as counted by the engine, against the device's limit."""
+    if known is None:
+        return {"source": "off", "count": snapshot.live_settled, "limit": None, "reason": "the engine is starting"}
+    return {
+        "source": known.live_source,
+        "count": snapshot.live_settled,
+        "limit": known.buffer_limit,
+        "reason": known.live_reason or None,
     }
 
 

@@ -7,7 +7,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -96,7 +96,9 @@ async def _answer(
     """The answer to a body of this form; unknown members are noted once it is known to be right. As long as there has
     been no engine, the bounds of its model aren't known."""
     content = await body.read(http, served.settings.max_body_bytes)
-    bounds = Bounds.of(known, served.settings) if (known := served.supervisor.known) else None
+    bounds = None
+    if known := served.supervisor.known:
+        bounds = Bounds.of(known, served.settings)
     answer, names = await served.prepare(_understood, content, form, work, bounds)
     served.note_unknown(OTHER, names)
     return Response(answer, media_type="application/json")
@@ -117,7 +119,9 @@ def _understood(
 def encode(model: ServedModel, request: TokenizeRequest, bounds: Bounds | None) -> bytes:
     ids = _ids(request, model)
     tokenizer = model.tokenizer
-    tokens = (_piece(token, tokenizer) for token in ids) if request.with_pieces else ids
+    tokens: Iterable[Any] = ids
+    if request.with_pieces:
+        tokens = (_piece(token, tokenizer) for token in ids)
     return to_json({
         "tokens": array(tokens),
         "count": len(ids),

@@ -41,9 +41,9 @@ class Watch:
         self._fallbacks = [_fallbacks(word) for word in self._words]
         self._matched = [0] * len(self._words)
         self.pending = 0
-        self._heads = (
-            re.compile("[" + re.escape("".join({word[0] for word in self._words})) + "]") if self._words else None
-        )
+        self._heads: re.Pattern[str] | None = None
+        if self._words:
+            self._heads = re.compile("[" + re.escape("".join({word[0] for word in self._words})) + "]")
 
     def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
         """Reads `text` from `start` on, to the end of the first word found: where that is, and the word."""
@@ -155,7 +155,10 @@ class Channels:
         if safe > done:
             yield Segment(self.state, self._readable(whole, shown, done, safe), "")
         self._held = whole[safe:]
-        self._shown = shown[safe:] if shown and self._held else None
+        if shown and self._held:
+            self._shown = shown[safe:]
+        else:
+            self._shown = None
 
     def enter(self, state: str) -> None:
         """Go on in another state, directly behind what was read."""
@@ -187,7 +190,9 @@ class Channels:
 
     def _watch_for(self, state: str) -> Watch:
         words = [word for word, _ in self._transitions.get(state, ())]
-        return OutsideStrings(words) if self._strings and state == TOOL else Watch(words)
+        if self._strings and state == TOOL:
+            return OutsideStrings(words)
+        return Watch(words)
 
 
 def transitions(tokenizer: Tokenizer, *, tools: bool) -> tuple[Transitions, str]:
@@ -204,10 +209,12 @@ def transitions(tokenizer: Tokenizer, *, tools: bool) -> tuple[Transitions, str]
         edges.setdefault(state, []).extend(more)
     led = any(state == TOOL for more in edges.values() for _, state in more)
     if form := tokenizer.tool_format:
-        edges[NORMAL] += [] if led else [(form.start, TOOL)]
+        if not led:
+            edges[NORMAL] += [(form.start, TOOL)]
         edges[NORMAL] += [(tag, TOOL) for name, tag in UNTAGGED.items() if name == form.name]
         edges[REASONING] += [(form.start, TOOL)]
-        edges[TOOL] += [(form.end, NORMAL)] if form.end else []
+        if form.end:
+            edges[TOOL] += [(form.end, NORMAL)]
     return _offered(edges, tools), tokenizer.first_state or NORMAL
 
 
@@ -218,11 +225,13 @@ def formed(tokenizer: Tokenizer, *, tools: bool, reasons: bool) -> tuple[Transit
     edges: dict[str, list[tuple[str, str]]] = {OPENING: [], REASONING: [], TOOL: []}
     if tokenizer.think:
         opening, closing = tokenizer.think
-        edges[OPENING] += [(opening, REASONING)] if reasons else []
+        if reasons:
+            edges[OPENING] += [(opening, REASONING)]
         edges[REASONING] += [(closing, OPENING)]
     if form := tokenizer.tool_format:
         edges[OPENING] += [(form.start, TOOL)]
-        edges[TOOL] += [(form.end, OPENING)] if form.end else []
+        if form.end:
+            edges[TOOL] += [(form.end, OPENING)]
     return _offered(edges, tools), OPENING
 
 

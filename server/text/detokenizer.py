@@ -74,18 +74,24 @@ class TextState:
         `earlier_calls`: ids that the conversation's calls have already. `rows`: how many ids the model has logits for,
         if not for all. `follows`: the answer follows a grammar; `reasons`: which lets it open a block of reasoning."""
         tags = tokenizer.tags(rows)
-        states = formed(tokenizer, tools=bool(tools), reasons=reasons) if follows else None
+        states = None
+        if follows:
+            states = formed(tokenizer, tools=bool(tools), reasons=reasons)
         edges, first = (states or transitions(tokenizer, tools=bool(tools))) if chat else ({}, NORMAL)
         if chat and reasoning:
             first = REASONING
         elif continues:
-            first = FORMED if follows else NORMAL
+            first = NORMAL
+            if follows:
+                first = FORMED
         self._tokenizer = tokenizer
         self._mark = tags.mark
         self._stop_ids = frozenset(stop_ids)
         self._show_special = show_special
         self._tools = tools
-        parser = tokenizer.tool_format.name if tokenizer.tool_format else ""
+        parser = ""
+        if tokenizer.tool_format:
+            parser = tokenizer.tool_format.name
         self._ids = CallIds(parser, earlier_calls, new_id)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         is_json = tokenizer.tool_format is not None and tokenizer.tool_format.is_json
@@ -134,7 +140,9 @@ class TextState:
             self._utf8.reset()  # half a character before a tag has no other half behind it
             return mark
         data = self._tokenizer.token_bytes(token)
-        return data.decode("utf-8", "replace") if hidden else self._utf8.decode(data)
+        if hidden:
+            return data.decode("utf-8", "replace")
+        return self._utf8.decode(data)
 
     # ---------------------------------------------------------------- where text goes
     def _place(self, segment: Segment) -> None:
@@ -205,7 +213,9 @@ class TextState:
         form = self._tokenizer.tool_format
         doubt = self._doubt
         self._doubt = None
-        tag = form.end if form and doubt else ""
+        tag = ""
+        if form and doubt:
+            tag = form.end
         self._close_block(tag, whole=not cut)
         self._write(Content, self._content, doubt.text[len(tag) :] if doubt else "")
 
@@ -244,7 +254,9 @@ class TextState:
     def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         if not text:
             return
-        last = self._pieces[-1] if self._pieces else None
+        last = None
+        if self._pieces:
+            last = self._pieces[-1]
         if isinstance(last, Content | Reasoning) and type(last) is kind:
             self._pieces[-1] = kind(last.text + text)
         else:
@@ -328,7 +340,9 @@ class _Flow:
         """What was held back and completes no stop string any more."""
         whole = self._take_breaks() + self._held
         self._held = ""
-        return whole.rstrip(_BREAKS) if trimmed else whole
+        if trimmed:
+            return whole.rstrip(_BREAKS)
+        return whole
 
     def _without_breaks(self, text: str) -> str:
         if not self._trims_end:

@@ -33,7 +33,9 @@ def lead(tokenizer: Tokenizer, tags: Tags) -> Tag:
         return _joined(tags, harmony.CHANNEL, "final", harmony.MESSAGE)
     edges = tokenizer.transitions.get(tokenizer.first_state or NORMAL, ())
     opening = next((tag for tag, state in edges if state == NORMAL), "")
-    return tags.tag(opening) if tokenizer.first_state is not None else ()
+    if tokenizer.first_state is not None:
+        return tags.tag(opening)
+    return ()
 
 
 def call_style(form: ToolFormat, tags: Tags) -> CallStyle | None:

@@ -152,7 +152,9 @@ class Tokenizer:
         texts = [*(self.think or ()), *self.silent, *(harmony.TAGS if self.speaks_harmony else ())]
         states = [*self.transitions.values(), *(harmony.HARMONY.values() if self.speaks_harmony else ())]
         texts += [tag for edges in states for tag, _ in edges]
-        return texts if self.tool_format is None else [*texts, self.tool_format.start, self.tool_format.end]
+        if self.tool_format is None:
+            return texts
+        return [*texts, self.tool_format.start, self.tool_format.end]
 
     def token_table(self) -> TokenTable:
         """What the engine needs to know for following a grammar; takes up to a second."""
@@ -226,7 +228,9 @@ class Tokenizer:
         except Exception:  # no template, or none for these messages
             return []
         match = self._encoder.shield.pattern.fullmatch(str(text).rpartition(PROBE)[2].strip())
-        return [self._hf.convert_tokens_to_ids(match[0])] if match else []
+        if match:
+            return [self._hf.convert_tokens_to_ids(match[0])]
+        return []
 
 
 # ---------------------------------------------------------------- facts
@@ -244,7 +248,9 @@ def _think(wrapper: Any) -> tuple[str, str] | None:
         return wrapper.think_start, wrapper.think_end
     # mlx-lm wants the tags to be tokens, but a model can spell them, too
     source = str(wrapper._tokenizer.chat_template or "")
-    return _SPELLED_THINK if all(tag in source for tag in _SPELLED_THINK) else None
+    if all(tag in source for tag in _SPELLED_THINK):
+        return _SPELLED_THINK
+    return None
 
 
 def _speaks_harmony(encoder: Encoder) -> bool:
@@ -260,7 +266,10 @@ def _template(wrapper: Any, encoder: Encoder, think: tuple[str, str] | None) -> 
         return ChatTemplate(None, frozenset(), encoder.shield, think)
     sources = _sources(wrapper)
     # Templates that are Python code know one switch, which mlx-lm translates.
-    names = frozenset[str]().union(*map(variables, sources)) if sources else frozenset({"enable_thinking"})
+    if sources:
+        names = frozenset[str]().union(*map(variables, sources))
+    else:
+        names = frozenset({"enable_thinking"})
     return ChatTemplate(_renderer(wrapper), names, encoder.shield, think)
 
 
@@ -269,11 +278,16 @@ def _sources(wrapper: Any) -> list[str]:
     given = wrapper._tokenizer.chat_template
     if wrapper._chat_template is not None or not isinstance(given, str | dict):
         return []
-    return [given] if isinstance(given, str) else [given.get("default", ""), *given.values()]
+    if isinstance(given, str):
+        return [given]
+    return [given.get("default", ""), *given.values()]
 
 
 def _renderer(wrapper: Any) -> Renderer:
-    render = wrapper._tokenizer.apply_chat_template if _sources(wrapper) else wrapper.apply_chat_template
+    if _sources(wrapper):
+        render = wrapper._tokenizer.apply_chat_template
+    else:
+        render = wrapper.apply_chat_template
     return lambda messages, **given: str(render(messages, tokenize=False, **given))
 
 

@@ -48,7 +48,8 @@ def parse(body: bytes) -> dict[str, Any]:
     tokenizer could take them."""
     try:
         value = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant)
-        value = _mend(value) if _ESCAPED_SURROGATE.search(body) else value
+        if _ESCAPED_SURROGATE.search(body):
+            value = _mend(value)
     except UnicodeDecodeError:
         raise InvalidValue("The body isn't valid UTF-8") from None
     except RecursionError:

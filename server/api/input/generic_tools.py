@@ -79,9 +79,13 @@ def _plain(message: Message, start: str, end: str, results: bool) -> Message:
     calls = [_call(call["function"]) for call in message.get("tool_calls") or []]
     if not calls:
         return message
-    said = [_part(message["content"] + "\n")] if message["content"] else []
+    said = []
+    if message["content"]:
+        said = [_part(message["content"] + "\n")]
     for number, call in enumerate(calls):
-        between = "\n" if number else ""
+        between = ""
+        if number:
+            between = "\n"
         said += [_part(f"{between}{start}\n"), _part(call) | {TYPED: True}, _part(f"\n{end}")]
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
     return kept | {"content": said}

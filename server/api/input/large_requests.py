@@ -65,7 +65,9 @@ class LargeRequests:
     def pid(self) -> int | None:
         """Of the process, while there is one."""
         process = self._process
-        return None if process is None or process.poll() is not None else process.pid
+        if process is None or process.poll() is not None:
+            return None
+        return process.pid
 
     async def prepare(self, work: Callable[..., Result], content: bytes, *more: object) -> Result:
         """`work(model, content, *more)` in the process.
@@ -85,7 +87,10 @@ class LargeRequests:
 
     def _ask(self, work: Callable[..., Any], content: bytes, more: tuple[object, ...]) -> Any:
         try:
-            peer = self._socket if self.pid is not None and self._socket is not None else self._start()
+            if self.pid is not None and self._socket is not None:
+                peer = self._socket
+            else:
+                peer = self._start()
         except OSError as error:
             log.error("no process for a large request: %s", error)
             raise NotReady("No process can be started for a request of this size", retry_after=2) from None
@@ -191,7 +196,9 @@ class Packer(pickle.Pickler):
         if value is self._tokenizer:
             return "tokenizer"
         self._count += 1
-        return (value,) if self._count % BREATH == 0 and type(value) in (int, float, str) else None
+        if self._count % BREATH == 0 and type(value) in (int, float, str):
+            return (value,)
+        return None
 
 
 class Unpacker(pickle.Unpickler):
@@ -203,4 +210,6 @@ class Unpacker(pickle.Unpickler):
         self._tokenizer = tokenizer
 
     def persistent_load(self, mark: Any) -> object:
-        return self._tokenizer if mark == "tokenizer" else mark[0]
+        if mark == "tokenizer":
+            return self._tokenizer
+        return mark[0]

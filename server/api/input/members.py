@@ -19,7 +19,9 @@ def unknown(body: Wire) -> list[str]:
 
 def _unknown(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, Wire):
-        prefix = f"{path}." if path else ""
+        prefix = ""
+        if path:
+            prefix = f"{path}."
         yield from (prefix + name for name in value.model_extra or {})
         for name, field in type(value).model_fields.items():
             yield from _unknown(getattr(value, name), prefix + (field.alias or name))

@@ -11,7 +11,7 @@ never an error, but kept aside so that it can be counted.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -76,7 +76,9 @@ class Wire(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            return {k: v for k, v in value.items() if v is not None}
+        return value
 
 
 AUDIO = UnofferedField((), "text only", "Audio isn't offered")
@@ -94,7 +96,11 @@ def unoffered(form: type[Wire]) -> Iterator[tuple[str, UnofferedField]]:
 # A union is told apart by the JSON type first, so that an error speaks of the branch that was meant. Tags begin with
 # "#" and are left out of an error's path.
 def _content_kind(value: Any) -> str | None:
-    return "#text" if isinstance(value, str) else "#parts" if isinstance(value, list) else None
+    if isinstance(value, str):
+        return "#text"
+    if isinstance(value, list):
+        return "#parts"
+    return None
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -102,11 +108,17 @@ def _prompt_kind(value: Any) -> str | None:
         return "#text"
     if not isinstance(value, list) or not value:
         return None
-    return "#several" if isinstance(value[0], str | list) else "#ids"
+    if isinstance(value[0], str | list):
+        return "#several"
+    return "#ids"
 
 
 def _one_prompt_kind(value: Any) -> str | None:
-    return "#text" if isinstance(value, str) else "#list" if isinstance(value, list) else None
+    if isinstance(value, str):
+        return "#text"
+    if isinstance(value, list):
+        return "#list"
+    return None
 
 
 def _pairs_as_object(value: Any) -> Any:
@@ -120,7 +132,9 @@ def _pairs_as_object(value: Any) -> Any:
 
 def _first_wrong_weight(value: Any) -> Any:
     """A bias, or the first member of it that is none: pydantic would tell of all of them, and take memory for each."""
-    members = value.items() if isinstance(value, dict) else ()
+    members: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        members = value.items()
     for token, weight in members:
         if type(weight) not in (int, float) or not -MAX_BIAS <= weight <= MAX_BIAS:
             return {token: weight}
@@ -128,11 +142,19 @@ def _first_wrong_weight(value: Any) -> Any:
 
 
 def _string_or_object(value: Any) -> str | None:
-    return "#string" if isinstance(value, str) else "#object" if isinstance(value, dict) else None
+    if isinstance(value, str):
+        return "#string"
+    if isinstance(value, dict):
+        return "#object"
+    return None
 
 
 def _object_or_bool(value: Any) -> str | None:
-    return "#object" if isinstance(value, dict) else "#bool" if isinstance(value, bool) else None
+    if isinstance(value, dict):
+        return "#object"
+    if isinstance(value, bool):
+        return "#bool"
+    return None
 
 
 def _by(kind: Any, wanted: str) -> Discriminator:
@@ -140,7 +162,9 @@ def _by(kind: Any, wanted: str) -> Discriminator:
 
 
 def _one_is_a_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [value]
+    return value
 
 
 def _not_zero(value: int) -> int:
@@ -150,7 +174,9 @@ def _not_zero(value: int) -> int:
 
 
 def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 Item = TypeVar("Item")
@@ -582,7 +608,9 @@ class ChatRequest(GenerationRequest):
             return self.reasoning_effort
         if asked.effort is not None or asked.enabled is None:
             return asked.effort
-        return "medium" if asked.enabled else "none"
+        if asked.enabled:
+            return "medium"
+        return "none"
 
     @property
     def shows_reasoning(self) -> bool:
@@ -672,7 +700,9 @@ def refusal(error: ValidationError) -> InvalidValue:
     """The first fault that pydantic found, as our own error."""
     first = error.errors(include_url=False, include_input=False)[0]
     path = path_of(first["loc"])
-    message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
+    message = "Input should be an object"
+    if first["type"] != "model_type":
+        message = first["msg"]
     message = message.replace(" after validation", "")
     if first["type"].startswith(("greater_than", "less_than")):
         message += f" ({first['type']})"  # by which vLLM's clients know a bound

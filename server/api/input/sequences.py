@@ -7,6 +7,7 @@ server's worker thread; pure but for the seed that it draws.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
@@ -48,15 +49,21 @@ class Bounds:
     def room(self, prompt: int, asked: int | None) -> int:
         """Most tokens of an answer. Where not even one fits, opening the request is refused with both numbers."""
         free = max(1, self.context - prompt)
-        return free if asked is None else min(asked, free)
+        if asked is None:
+            return free
+        return min(asked, free)
 
 
 def sampling(request: GenerationRequest, tokenizer: Tokenizer, bounds: Bounds) -> Sampling:
     """How the request's tokens are drawn, with nothing left open."""
 
     def value(name: str, otherwise: float, older: float | None = None) -> Any:
-        wish = older if (given := getattr(request, name)) is None else given
-        return wish if wish is not None else tokenizer.defaults.get(name, otherwise)
+        given = getattr(request, name)
+        if given is None:
+            given = older
+        if given is None:
+            return tokenizer.defaults.get(name, otherwise)
+        return given
 
     bias = {int(token): weight for token, weight in (request.logit_bias or {}).items()}
     bounds.check_ids(list(bias), "logit_bias")
@@ -80,15 +87,18 @@ def sampling(request: GenerationRequest, tokenizer: Tokenizer, bounds: Bounds) -
 def seed(wish: int | None) -> int:
     """64 bits: the client's, or drawn here, so that a continuation elsewhere draws the same tokens. -1 asks for that,
     as it does from llama.cpp and vLLM, whose clients send it by default."""
-    is_open = wish is None or wish == ANY_SEED
-    return secrets.randbits(SEED_BITS) if is_open else wish & (2**SEED_BITS - 1)
+    if wish is None or wish == ANY_SEED:
+        return secrets.randbits(SEED_BITS)
+    return wish & ((1 << SEED_BITS) - 1)
 
 
 def stop_ids(request: GenerationRequest, tokenizer: Tokenizer, bounds: Bounds) -> list[int]:
     """Ids that end an answer."""
     wished = request.stop_token_ids or []
     bounds.check_ids(wished, "stop_token_ids")
-    own = frozenset() if request.ignore_eos else tokenizer.eos_ids
+    own: Collection[int] = ()
+    if not request.ignore_eos:
+        own = tokenizer.eos_ids
     return sorted({*wished, *(token for token in own if token < bounds.vocabulary)})
 
 
@@ -96,12 +106,16 @@ def predicted(request: GenerationRequest, default: int | None) -> int | None:
     """Most tokens of the answer by llama.cpp's name for them; None: what fits the context."""
     if request.n_predict == -1:
         return None
-    return default if request.n_predict is None else request.n_predict
+    if request.n_predict is None:
+        return default
+    return request.n_predict
 
 
 def most_tokens(request: GenerationRequest, bounds: Bounds) -> int | None:
     """Those of a prompt that can be of use; None where it's truncated, for that needs all of them."""
-    return bounds.context if request.truncate_prompt_tokens is None else None
+    if request.truncate_prompt_tokens is None:
+        return bounds.context
+    return None
 
 
 def truncated(ids: list[int], request: GenerationRequest, bounds: Bounds, max_tokens: int | None) -> list[int]:
@@ -111,7 +125,9 @@ def truncated(ids: list[int], request: GenerationRequest, bounds: Bounds, max_to
         most = bounds.context - min(max_tokens or 1, bounds.context - 1)
     if most is None or len(ids) <= most:
         return ids
-    return ids[:most] if request.truncation_side == "right" else ids[-most:]
+    if request.truncation_side == "right":
+        return ids[:most]
+    return ids[-most:]
 
 
 def sequences(

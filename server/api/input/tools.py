@@ -113,9 +113,13 @@ def constraint(
         return None
     response_format.check_spelling(form, tokenizer, rows)
     tags = tokenizer.tags(rows)
-    calls = _calls(wish, tokenizer, tags, form.param) if wish.offered else None
+    calls = None
+    if wish.offered:
+        calls = _calls(wish, tokenizer, tags, form.param)
     reasons = not continues or prompt.reasoning
-    thought = layout.reasoning(tokenizer, tags, prompt, wanted=thinks, is_text=bool(form.rule)) if reasons else None
+    thought = None
+    if reasons:
+        thought = layout.reasoning(tokenizer, tags, prompt, wanted=thinks, is_text=bool(form.rule))
     made = build.answer(
         form.schema,
         rule=form.rule,
@@ -130,7 +134,9 @@ def constraint(
 
 def _calls(wish: ToolOptions, tokenizer: Tokenizer, tags: Tags, param: str) -> Calls | FreeCalls:
     form = tokenizer.tool_format
-    style = None if form is None else layout.call_style(form, tags)
+    style = None
+    if form is not None:
+        style = layout.call_style(form, tags)
     if style is None:
         if form is None or wish.forced:
             raise build.unsupported(form.name if form else "none", param)

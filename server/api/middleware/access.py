@@ -74,7 +74,9 @@ async def cut(scope: Scope, receive: Receive) -> None:
 
 def request_id(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else "req_" + secrets.token_hex(12)
+    if _ID.fullmatch(given):
+        return given
+    return "req_" + secrets.token_hex(12)
 
 
 class Heads:
@@ -141,7 +143,10 @@ class Access:
         if record.error is not None and record.status >= 400:
             self._counts.rejected(record.endpoint, record.error.reason)
         if self._lines:
-            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+            if scope["path"] in QUIET:
+                level = logging.DEBUG
+            else:
+                level = logging.INFO
             access_log.log(
                 level, "%s %s %s", method, scope["path"], record.status, extra={"facts": self._facts(record)}
             )

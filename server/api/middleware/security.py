@@ -77,7 +77,10 @@ class Keys:
     def __init__(self, app: ASGIApp, keys: Iterable[str], metrics_open: bool) -> None:
         self._app = app
         self._digests = [digest(key) for key in keys]
-        self._open = OPEN_PATHS | {"/metrics"} if metrics_open else OPEN_PATHS
+        if metrics_open:
+            self._open = OPEN_PATHS | {"/metrics"}
+        else:
+            self._open = OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not (scope["path"] in self._open or self._accepts(Headers(scope=scope))):
@@ -132,14 +135,18 @@ def read_keys(settings: Settings) -> list[str]:
 def any_port(origins: Iterable[str]) -> str:
     """A pattern for the origins that leave the port open, `http://localhost:*`; matches none if there are none."""
     open_ones = [re.escape(origin.removesuffix(":*")) for origin in origins if origin.endswith(":*")]
-    return rf"({'|'.join(open_ones)})(:[0-9]{{1,5}})?" if open_ones else r"(?!)"
+    if open_ones:
+        return rf"({'|'.join(open_ones)})(:[0-9]{{1,5}})?"
+    return r"(?!)"
 
 
 def hostname(host: str) -> str:
     """`[::1]:8080` → `::1`, `localhost:8080` → `localhost`."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
+    if host.count(":") == 1:
+        return host.rpartition(":")[0]
+    return host
 
 
 def as_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

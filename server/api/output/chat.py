@@ -45,7 +45,10 @@ class ChatForm:
         self._verbose = verbose
         self._before_index = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
         self._tells_more = extras.token_ids or extras.each_usage or extras.timings or verbose
-        self._after_choice = b'}],"usage":null}\n\n' if extras.usage else b"}]}\n\n"
+        if extras.usage:
+            self._after_choice = b'}],"usage":null}\n\n'
+        else:
+            self._after_choice = b"}]}\n\n"
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         """The role comes with the first news. The reason for the end has a chunk of its own after the last piece, as
@@ -58,7 +61,8 @@ class ChatForm:
         if not choice.begun:
             choice.begun = True
             data = self._chunk(choice, ROLE, None, b"null", begins=True)
-            data += self._chunk(choice, delta_of(Content(self._echo)), None, b"null") if self._echo else b""
+            if self._echo:
+                data += self._chunk(choice, delta_of(Content(self._echo)), None, b"null")
         for piece in pieces:
             data += self._chunk(choice, delta_of(piece), None, self._scores(choice))
         if choice.finish:
@@ -68,7 +72,9 @@ class ChatForm:
     def _chunk(
         self, choice: Choice, delta: bytes, finish: str | None, logprobs: bytes, *, begins: bool = False
     ) -> bytes:
-        reason = b'"%b"' % finish.encode() if finish else b"null"
+        reason = b"null"
+        if finish:
+            reason = b'"%b"' % finish.encode()
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
             self._before_index,
             choice.index,
@@ -80,7 +86,9 @@ class ChatForm:
 
     def _rest(self, choice: Choice, begins: bool) -> bytes:
         """The end of a chunk that tells more than its delta; the first one tells of the prompt."""
-        inside = b"" if begins else _members(self._extras.ids(choice))
+        inside = b""
+        if not begins:
+            inside = _members(self._extras.ids(choice))
         outside = _members(self._of_prompt(choice) if begins else self._extras.times(choice))
         if self._extras.each_usage:
             outside += _members({"usage": usage_so_far(choice, 0 if begins else choice.text.tokens)})
@@ -135,7 +143,9 @@ class ChatForm:
 
 def _members(fields: dict[str, Any]) -> bytes:
     """Further members of a JSON object."""
-    return b"," + encode(fields)[1:-1] if fields else b""
+    if fields:
+        return b"," + encode(fields)[1:-1]
+    return b""
 
 
 def delta_of(piece: Piece) -> bytes:
@@ -156,7 +166,9 @@ def delta_of(piece: Piece) -> bytes:
 def message_of(choice: Choice, *, thoughts: bool) -> dict[str, Any]:
     """The plain answer's message. Beside calls, no content is null, as clients are used to."""
     answer = choice.answer
-    content = answer.content if answer.content or not answer.calls else None
+    content = None
+    if answer.content or not answer.calls:
+        content = answer.content
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if answer.reasoning and thoughts:
         message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}

@@ -53,7 +53,8 @@ class Choice:
 
     def take(self, delta: GenerationDelta) -> list[Piece]:
         """What the news adds for the client to see."""
-        self.cached = delta.cached if delta.cached is not None else self.cached
+        if delta.cached is not None:
+            self.cached = delta.cached
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         before = self.text.tokens
         pieces = self.text.feed(delta.tokens)
@@ -63,12 +64,22 @@ class Choice:
             self.ids += delta.tokens[: self.text.tokens - before]
         if delta.finish is not None or self.text.stopped:
             pieces = joined(pieces, self.text.finish(cut=delta.finish == "length"))
-            ended = "stop" if self.text.stopped else delta.finish
-            self.finish = "tool_calls" if self.text.calls and ended == "stop" else ended
+            self.finish = self._reason(delta.finish)
         return pieces
 
+    def _reason(self, finish: str | None) -> str | None:
+        """Tell a client why the answer ended; a stop string counts as the model's own end, and calls go before it."""
+        stopped = self.text.stopped or finish == "stop"
+        if not stopped:
+            return finish
+        if self.text.calls:
+            return "tool_calls"
+        return "stop"
+
     def _score(self, delta: GenerationDelta, used: int) -> None:
-        stops = self.sequence.stop_ids if delta.finish == "stop" else ()
+        stops: Sequence[int] = ()
+        if delta.finish == "stop":
+            stops = self.sequence.stop_ids
         pairs = zip(delta.tokens[:used], delta.logprobs[:used], strict=True)
         self.scored += [
             ScoredToken(token, self._with_own(token, found)) for token, found in pairs if token not in stops

@@ -46,17 +46,25 @@ class Extras:
         return cls(top_logprobs, request.prompt_logprobs, bool(request.timings_per_token), ids, named, usage, each)
 
     def spelling(self, tokenizer: Tokenizer) -> Spelling:
-        return by_id(tokenizer) if self.names_ids else tokenizer.spell
+        if self.names_ids:
+            return by_id(tokenizer)
+        return tokenizer.spell
 
     def ids(self, choice: Choice) -> dict[str, Any]:
         """The ids of the answer that weren't told yet."""
-        return {"token_ids": choice.take_ids()} if self.token_ids else {}
+        if self.token_ids:
+            return {"token_ids": choice.take_ids()}
+        return {}
 
     def prompt_ids(self, choice: Choice) -> dict[str, Any]:
-        return {"prompt_token_ids": choice.sequence.prompt} if self.token_ids else {}
+        if self.token_ids:
+            return {"prompt_token_ids": choice.sequence.prompt}
+        return {}
 
     def times(self, choice: Choice) -> dict[str, Any]:
-        return {"timings": timings(choice)} if self.timings else {}
+        if self.timings:
+            return {"timings": timings(choice)}
+        return {}
 
     def prompt_scores(self, choice: Choice, tokenizer: Tokenizer) -> list[dict[str, Any] | None] | None:
         """By id; nothing comes before the first token, so nothing is known of it."""

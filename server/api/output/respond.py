@@ -121,7 +121,9 @@ async def stream(reply: Reply, prepared: PreparedRequest, record: Record) -> Asy
 def sign_of_life(reply: Reply) -> bytes:
     """A comment for a stream on which nothing has been shown for a while."""
     progress = reply.live.prefill_progress
-    return PREFILL % (progress.done, progress.total) if progress else KEEPALIVE
+    if progress:
+        return PREFILL % (progress.done, progress.total)
+    return KEEPALIVE
 
 
 async def unless_left(http: Request, work: Coroutine[Any, Any, None]) -> bool:

@@ -119,7 +119,9 @@ class Parameters:
     def _others(self, schema: Mapping[str, Any]) -> Iterator[Any]:
         """What holds for keys that aren't declared. Patterns aren't tried: each of theirs may be the one."""
         patterns = schema.get("patternProperties")
-        found = list(patterns.values()) if isinstance(patterns, Mapping) else []
+        found = []
+        if isinstance(patterns, Mapping):
+            found = list(patterns.values())
         if isinstance(rest := schema.get("additionalProperties"), Mapping):
             found.append(rest)
         elif found and rest is not False:
@@ -164,21 +166,27 @@ class Parameters:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and name.isdecimal() and len(name) < 6:
                 found = dict(enumerate(found)).get(int(name), True)
+            elif isinstance(found, Mapping):
+                found = found.get(name, True)
             else:
-                found = found.get(name, True) if isinstance(found, Mapping) else True
+                found = True
         return found
 
 
 def _parts(schema: Mapping[str, Any], name: str) -> list[Any]:
     parts = schema.get(name)
-    return parts if isinstance(parts, list) else []
+    if isinstance(parts, list):
+        return parts
+    return []
 
 
 def _is_typed(schema: Mapping[str, Any], value: Any) -> bool:
     named = schema.get("type")
     if named is None and not _tells_more(schema):
         named = [_IMPLIED[word] for word in schema if word in _IMPLIED] or None
-    names = [named] if isinstance(named, str) else named
+    names = named
+    if isinstance(named, str):
+        names = [named]
     if not isinstance(names, list):
         return True
     return any(_is_of(name, value) for name in names)
@@ -191,7 +199,9 @@ def _tells_more(schema: Mapping[str, Any]) -> bool:
 
 def _is_of(name: Any, value: Any) -> bool:
     """Whether a value has this type; a type that isn't known admits anything."""
-    lowered = name.strip().lower() if isinstance(name, str) else ""
+    lowered = ""
+    if isinstance(name, str):
+        lowered = name.strip().lower()
     types = _TYPES.get(_ALIASES.get(lowered, lowered))
     if types is None:
         return True
@@ -252,7 +262,9 @@ def dumped(value: Any) -> str:
     what JSON can't carry."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        return text if _is_encodable(text) else json.dumps(value)
+        if _is_encodable(text):
+            return text
+        return json.dumps(value)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

@@ -35,7 +35,9 @@ def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, who
     found, open_ = _by_format(form.name, text, tools, whole=whole)
     if open_ and whole and form.end and form.end in text:
         return _read_several(form, text, tools)
-    guesses = [_by_name(form, text, tools), _by_mlx_lm(form, text, tools)] if whole else []
+    guesses = []
+    if whole:
+        guesses = [_by_name(form, text, tools), _by_mlx_lm(form, text, tools)]
     for parts in (found, json_calls.read(text), *guesses):
         if any(isinstance(part, Written) for part in parts):
             return [part for part in parts if isinstance(part, Written) or _says(form, part)]
@@ -45,12 +47,17 @@ def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, who
 def read_untagged(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> Parts:
     """As `read`, for calls without a tag around them: a text may also speak of calls, so each must name a tool."""
     parts = read(form, text, tools, whole=whole)
-    return parts if all(_names_tool(part, tools) for part in parts if isinstance(part, Written)) else []
+    if all(_names_tool(part, tools) for part in parts if isinstance(part, Written)):
+        return parts
+    return []
 
 
 def read_rest(form: ToolFormat, text: str) -> Parts:
     """What stands behind the arguments of a block's last JSON call."""
-    rest = json_calls.behind_arguments(text) if form.name in _IN_OBJECTS else _CALL_END.sub("", text)
+    if form.name in _IN_OBJECTS:
+        rest = json_calls.behind_arguments(text)
+    else:
+        rest = _CALL_END.sub("", text)
     return [part for part in json_calls.read(rest) if isinstance(part, Written) or _says(form, part)]
 
 
@@ -68,8 +75,11 @@ def _read_several(form: ToolFormat, text: str, tools: list[dict[str, Any]] | Non
         block, closing, behind = behind.partition(form.end)
         parts += read(form, block, tools, whole=True) or [opening + block + closing]
         between, opening, behind = behind.partition(form.start)
-        parts += [between] if between.strip() else []
-    return parts if any(isinstance(part, Written) for part in parts) else []
+        if between.strip():
+            parts += [between]
+    if any(isinstance(part, Written) for part in parts):
+        return parts
+    return []
 
 
 def _by_format(name: str, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> tuple[Parts, bool]:
@@ -86,7 +96,9 @@ def _by_format(name: str, text: str, tools: list[dict[str, Any]] | None, *, whol
 def _by_name(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
     """A call without arguments, of a format in which that is nothing but a name."""
     call = Written(text.strip(), {})
-    return [call] if form.name in _NAMES_FIRST and _names_tool(call, tools) else []
+    if form.name in _NAMES_FIRST and _names_tool(call, tools):
+        return [call]
+    return []
 
 
 def _by_mlx_lm(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
@@ -124,5 +136,6 @@ def _says(form: ToolFormat, text: str) -> bool:
     if form.end.startswith(text.strip(" \t\r\n,[]}")):
         return False
     for tag in (form.start, form.end):
-        text = text.replace(tag, "") if tag else text
+        if tag:
+            text = text.replace(tag, "")
     return bool(_LAYOUT.sub("", text))

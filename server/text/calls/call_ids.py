@@ -37,8 +37,13 @@ class CallIds:
 
     def take(self, name: str, given: object = None) -> str:
         """The id of the answer's next call. `given` is the model's own, which is kept where it can be."""
-        written = given if isinstance(given, str) else ""
-        chosen = self._counted(name, written) if self._counts else self._plain(written)
+        written = ""
+        if isinstance(given, str):
+            written = given
+        if self._counts:
+            chosen = self._counted(name, written)
+        else:
+            chosen = self._plain(written)
         self._taken.add(chosen)
         return chosen
 
@@ -51,7 +56,9 @@ class CallIds:
 
     def _plain(self, given: str) -> str:
         fits = bool(given) and (not self._short or _is_short(given))
-        chosen = given if fits else self._new_id()
+        chosen = given
+        if not fits:
+            chosen = self._new_id()
         while chosen in self._taken:
             chosen = self._new_id()
         return chosen

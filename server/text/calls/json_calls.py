@@ -42,7 +42,9 @@ def read(text: str) -> list[Written | str]:
 def behind_arguments(text: str) -> str:
     """What follows the object whose arguments end where the text begins."""
     match = _REST.match(text)
-    return text[match.end() :] if match else text
+    if match:
+        return text[match.end() :]
+    return text
 
 
 def ends_in_string(text: str) -> bool:

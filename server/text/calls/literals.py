@@ -72,12 +72,15 @@ class Reader:
             if depth == MAX_DEPTH:
                 raise Unreadable("nested too deeply")
             self.at += 1
-            return self._members(depth + 1) if opening == "{" else self._items(_CLOSING[opening], depth + 1)
+            if opening == "{":
+                return self._members(depth + 1)
+            return self._items(_CLOSING[opening], depth + 1)
         return self._scalar()
 
     def skip(self) -> None:
         match = _SPACE.match(self._text, self.at)
-        self.at = match.end() if match else self.at
+        if match:
+            self.at = match.end()
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Goes on behind what the pattern finds here."""
@@ -94,13 +97,18 @@ class Reader:
             if not open_ and char in ends:
                 return self._text[start : self.at].rstrip()
             open_ = max(0, open_ + (char in "[({") - (char in "])}"))
-            self.at = self._behind_string() if self._at_quote() else self.at + 1
+            if self._at_quote():
+                self.at = self._behind_string()
+            else:
+                self.at += 1
         raise Cut("no end")
 
     # ---------------------------------------------------------------- parts
     def _at_quote(self) -> bool:
         """Where strings have tags, a bare text may have apostrophes."""
-        return self._at_tag() if self._quote else self._text[self.at] in "\"'"
+        if self._quote:
+            return self._at_tag()
+        return self._text[self.at] in "\"'"
 
     def _at_tag(self) -> bool:
         return bool(self._quote) and self._text.startswith(self._quote, self.at)
@@ -109,7 +117,10 @@ class Reader:
         """Behind the string that begins here; behind its first character if none ends, as with an apostrophe."""
         try:
             before = self.at
-            _ = self._tagged() if self._at_tag() else self._string()
+            if self._at_tag():
+                self._tagged()
+            else:
+                self._string()
             return self.at
         except Unreadable:
             return before + 1
@@ -127,7 +138,9 @@ class Reader:
         if match is None:
             raise Cut("a string without its end", quoted=True)
         inner = next(part for part in match.group("a", "b", "c", "d") if part is not None)
-        return inner if match["prefix"] in ("r", "R") else unescaped(inner)
+        if match["prefix"] in ("r", "R"):
+            return inner
+        return unescaped(inner)
 
     def _scalar(self) -> Any:
         if match := self.take(_NUMBER):
@@ -143,7 +156,9 @@ class Reader:
         while not self._closes(closing):
             items.append(self.value(depth))
             commas += self._comma(closing)
-        return items[0] if closing == ")" and len(items) == 1 and not commas else items
+        if closing == ")" and len(items) == 1 and not commas:
+            return items[0]
+        return items
 
     def _members(self, depth: int) -> dict[str, Any]:
         members: dict[str, Any] = {}
@@ -158,7 +173,9 @@ class Reader:
         if self._quote and (match := self.take(_BARE_KEY)):
             return match[0]
         key = self.value(MAX_DEPTH)
-        return key if isinstance(key, str) else json.dumps(key)
+        if isinstance(key, str):
+            return key
+        return json.dumps(key)
 
     def _closes(self, closing: str) -> bool:
         self.skip()
@@ -183,7 +200,9 @@ class Reader:
         self.at += 1
 
     def _fault(self) -> Unreadable:
-        return Cut("no end") if self.at >= len(self._text) else Unreadable(f"no value at {self.at}")
+        if self.at >= len(self._text):
+            return Cut("no end")
+        return Unreadable(f"no value at {self.at}")
 
 
 # ---------------------------------------------------------------- whole texts
@@ -205,9 +224,14 @@ def container(text: str) -> list[Any] | dict[str, Any] | None:
     text = text.strip()
     if text[:1] not in _CLOSING or not text:
         return None
-    value = _json(text) if text[0] != "(" else None
-    value = _literal(text) if value is None else value
-    return value if isinstance(value, list | dict) else None
+    value = None
+    if text[0] != "(":
+        value = _json(text)
+    if value is None:
+        value = _literal(text)
+    if isinstance(value, list | dict):
+        return value
+    return None
 
 
 def _json(text: str) -> Any:
@@ -228,7 +252,9 @@ def _literal(text: str) -> Any:
     except Unreadable:
         return None
     reader.skip()
-    return value if reader.at == len(text) else None
+    if reader.at == len(text):
+        return value
+    return None
 
 
 def unescaped(text: str) -> str:
@@ -243,5 +269,9 @@ def _unescape(match: re.Match[str]) -> str:
         return _ESCAPES[code]
     if code[0] in "uUx" and len(code) > 1:
         value = int(code[1:], 16)
-        return chr(value) if value < 0x110000 else match[0]
-    return chr(int(code, 8)) if code.isdigit() and code[0] in "01234567" else match[0]
+        if value < 0x110000:
+            return chr(value)
+        return match[0]
+    if code.isdigit() and code[0] in "01234567":
+        return chr(int(code, 8))
+    return match[0]

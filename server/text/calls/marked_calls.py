@@ -64,14 +64,24 @@ class MarkedCalls:
             else:
                 ahead = self._structure.search(self._text, at + 1)
                 start = at
-                at = ahead.start() if ahead else len(self._text)
+                if ahead:
+                    at = ahead.start()
+                else:
+                    at = len(self._text)
                 loose += self._text[start:at]
         else:  # no end
             self.open = self.open or not self._ends_with_block
-        body = {} if values else self._body(loose)
-        stray = "" if body else loose if self._whole else loose.partition("<")[0]  # of an argument that was cut off
-        self.parts += [Written(name, values or body), stray]
+        body = {}
+        if not values:
+            body = self._body(loose)
+        self.parts += [Written(name, values or body), "" if body else self._stray(loose)]
         return at
+
+    def _stray(self, loose: str) -> str:
+        """Text of a block that belongs to no argument, without the beginning of an argument that was cut off."""
+        if self._whole:
+            return loose
+        return loose.partition("<")[0]
 
     @property
     def _ends_with_block(self) -> bool:
@@ -99,7 +109,10 @@ class MarkedCalls:
         close, balanced = self._close(start)
         self.open = not balanced
         if not balanced:  # either the value speaks of tags, or the model has forgotten to close it
-            until = close.start() if close else len(self._text)
+            if close:
+                until = close.start()
+            else:
+                until = len(self._text)
             for match in self._markup.key.finditer(self._text, start, until):
                 if expected(_unquoted(match["key"])) and self._begins_a_line(match.start()):
                     return match.start(), match.start()
@@ -133,7 +146,9 @@ class MarkedCalls:
 
     def _behind_space(self, at: int) -> int:
         match = _SPACE.match(self._text, at)
-        return match.end() if match else at
+        if match:
+            return match.end()
+        return at
 
     # ---------------------------------------------------------------- what a value is
     def _value(self, text: str, type_: str | None) -> Value:
@@ -143,22 +158,32 @@ class MarkedCalls:
             text = re.sub(r"\A\r?\n(.*)(?<!\r)\r?\n\Z", r"\1", text, flags=re.DOTALL)
         if self._markup.cdata:
             text = _without_cdata(text)
-        return Value.plain(text) if type_ in (None, "string") else Value(_typed(text), text)
+        if type_ in (None, "string"):
+            return Value.plain(text)
+        return Value(_typed(text), text)
 
     def _body(self, loose: str) -> dict[str, Value]:
         """Arguments that come as one JSON object."""
-        match = self._markup.body.search(loose) if self._markup.body else None
+        match = None
+        if self._markup.body:
+            match = self._markup.body.search(loose)
         found = container(match["body"] if match else loose)
-        return {key: Value.typed(one) for key, one in found.items()} if isinstance(found, dict) else {}
+        if isinstance(found, dict):
+            return {key: Value.typed(one) for key, one in found.items()}
+        return {}
 
 
 @cache
 def _searches(markup: Markup) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Borders of values; the tags of calls and values; what stands behind a value."""
     call, key, close = (_GROUP.sub("(?:", pattern.pattern) for pattern in (markup.call, markup.key, markup.close))
-    end = [markup.end.pattern] if markup.end else []
+    end = []
+    if markup.end:
+        end = [markup.end.pattern]
     structure = "|".join([key, *end, call])
-    sections = _SECTIONS if markup.cdata else "(?!)"
+    sections = "(?!)"
+    if markup.cdata:
+        sections = _SECTIONS
     patterns = (rf"(?P<cdata>{sections})|{key}|(?P<close>{close})", structure, rf"\s*(?:{structure}|\Z)")
     borders, tags, behind = (re.compile(pattern, re.DOTALL) for pattern in patterns)
     return borders, tags, behind
@@ -182,4 +207,6 @@ def _without_cdata(text: str) -> str:
 def _typed(text: str) -> Any:
     """What a text is as JSON; itself if it is none."""
     found = container(f"[{text}]")
-    return found[0] if isinstance(found, list) and len(found) == 1 else text
+    if isinstance(found, list) and len(found) == 1:
+        return found[0]
+    return text

@@ -82,8 +82,10 @@ class SpelledCalls:
             key = reader.take(self._notation.key)
             if key is None:
                 ended = reader.at >= len(self._text) or self._text[reader.at :].isidentifier()
-                reader.at = len(self._text) if ended else reader.at
-                return values if ended else None
+                if not ended:
+                    return None
+                reader.at = len(self._text)
+                return values
             try:
                 values[key["key"].strip("\"'")] = self._value(reader)
             except Cut as cut:

@@ -83,7 +83,10 @@ class Block:
     def feed(self, text: str) -> list[CallPiece]:
         pieces: list[CallPiece] = []
         while text:
-            text = self._read_arguments(text, pieces) if self._object else self._read_head(text, pieces)
+            if self._object:
+                text = self._read_arguments(text, pieces)
+            else:
+                text = self._read_head(text, pieces)
         return pieces
 
     def end(self, *, whole: bool) -> list[CallPiece | str] | None:
@@ -93,7 +96,10 @@ class Block:
             return []
         if self.calls:
             return self._told(call_formats.read_rest(self._form, self._text))
-        read = call_formats.read_untagged if self._untagged else call_formats.read
+        if self._untagged:
+            read = call_formats.read_untagged
+        else:
+            read = call_formats.read
         return self._told(read(self._form, self._text, self._tools, whole=whole)) or None
 
     @property
@@ -104,7 +110,9 @@ class Block:
     @property
     def _text(self) -> str:
         """What no call was told of."""
-        return self.whole_text if self._untagged else "".join(self._parts)
+        if self._untagged:
+            return self.whole_text
+        return "".join(self._parts)
 
     @property
     def in_value(self) -> bool:

@@ -58,7 +58,10 @@ class ChatTemplate:
     ) -> None:
         """`render` is None when the model has no template. `think` are the tags around reasoning, if it reasons."""
         self._render = render
-        self.able = learn(self._plain) if render else Abilities()
+        if render:
+            self.able = learn(self._plain)
+        else:
+            self.able = Abilities()
         self._names = names
         self._shield = shield
         self._think = think
@@ -74,8 +77,12 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """Raises InvalidValue with the template's own words when it refuses."""
         said = fit(messages, self.able, self._shield)
-        none: list[Any] | None = [] if self.able.listed else None
-        given = self._shield.hide_all(tools) if tools else none
+        none: list[Any] | None = None
+        if self.able.listed:
+            none = []
+        given = none
+        if tools:
+            given = self._shield.hide_all(tools)
         extra = self._switches(effort) | self._checked(kwargs)
         mode = {"add_generation_prompt": begins, "continue_final_message": continuing}
 
@@ -87,8 +94,10 @@ class ChatTemplate:
         text, form = _first(attempt, _forms(said))
         [alone] = fit(messages[-1:], Abilities(), self._shield)
         other = _probe(attempt, form, said, alone["content"])
-        start = common_prefix(text, other) if other else 0
-        rest = common_prefix(text[start:][::-1], other[start:][::-1]) if other else len(text)
+        if not other:
+            return self._read(text, 0, 0, continuing)
+        start = common_prefix(text, other)
+        rest = common_prefix(text[start:][::-1], other[start:][::-1])
         return self._read(text, start, len(text) - rest, continuing)
 
     def _plain(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
@@ -107,7 +116,9 @@ class ChatTemplate:
             return RenderedPrompt(text, (start,), False)
         opened, closed = (opening.rfind(tag) for tag in self._think)
         # What a template writes about reasoning before the answer, it leaves out of the history.
-        places = (start, end) if opened >= 0 or closed >= 0 else (start,)
+        places: tuple[int, ...] = (start,)
+        if opened >= 0 or closed >= 0:
+            places = (start, end)
         return RenderedPrompt(text, places, opened > closed, closed > opened)
 
     # ---------------------------------------------------------------- what the template sees
@@ -134,17 +145,23 @@ def _mapping(arguments: Any) -> Any:
         parsed = json.loads(arguments or "{}")
     except ValueError:
         return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    if isinstance(parsed, dict):
+        return parsed
+    return arguments
 
 
 def _wrapped(arguments: Any) -> Any:
     """An object in any case."""
     mapped = _mapping(arguments)
-    return mapped if isinstance(mapped, dict) else {"arguments": mapped}
+    if isinstance(mapped, dict):
+        return mapped
+    return {"arguments": mapped}
 
 
 def _text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _formed(message: Message, form: Form) -> Message:
@@ -156,7 +173,9 @@ def _formed(message: Message, form: Form) -> Message:
 
 # ---------------------------------------------------------------- attempts
 def _forms(messages: list[Message]) -> tuple[Form, ...]:
-    return (_mapping, _text, _wrapped) if any("tool_calls" in message for message in messages) else (_mapping,)
+    if any("tool_calls" in message for message in messages):
+        return (_mapping, _text, _wrapped)
+    return (_mapping,)
 
 
 def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str, Form]:
@@ -177,11 +196,15 @@ def _probe(attempt: Callable[[Form, list[Message]], str], form: Form, said: list
     can't be told so."""
     last = said[-1]
     content = said[-1]["content"]
-    text = content[0]["text"] if isinstance(content, list) else content
+    text = content
+    if isinstance(content, list):
+        text = content[0]["text"]
     other = text.removesuffix(tail) + PROBE
     changed = last | {"content": [{"type": "text", "text": other}] if isinstance(content, list) else other}
     try:
         text = attempt(form, [*said[:-1], changed])
     except Exception:  # a template may look into contents; then there is just no mark
         return ""
-    return text if PROBE in text else ""
+    if PROBE in text:
+        return text
+    return ""

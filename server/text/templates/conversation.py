@@ -71,7 +71,9 @@ def _folded(said: Turns, able: Abilities) -> Turns:
             made[-1] = replace(made[-1], texts=made[-1].texts + turn.texts)
         else:
             waiting = turn.texts
-    return [*made, Turn("user", waiting)] if waiting else made
+    if waiting:
+        return [*made, Turn("user", waiting)]
+    return made
 
 
 # ---------------------------------------------------------------- turns in a row
@@ -125,13 +127,16 @@ def _alternating(said: Turns, able: Abilities) -> Turns:
     made: Turns = []
     last = ""
     for turn in said:
-        behind = made[-1].role if made else ""
+        behind = ""
+        if made:
+            behind = made[-1].role
         if turn.speaks and _clash(turn.role, last, behind, able):
             if turn.role == "user" and behind == "tool" and not able.blanks:
                 made[-1] = replace(made[-1], texts=made[-1].texts + turn.texts)
                 continue
             made.append(Turn("assistant" if turn.role == "user" else "user", []))
-        last = turn.role if turn.speaks else last
+        if turn.speaks:
+            last = turn.role
         made.append(turn)
     return made
 

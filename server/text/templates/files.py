@@ -33,7 +33,9 @@ def chat_template(folder: Path, own: Mapping[str, Any]) -> str | dict[str, str] 
     if not found:
         return None
     found.setdefault(DEFAULT, next(iter(found.values())))
-    return found if len(found) > 1 else found[DEFAULT]
+    if len(found) > 1:
+        return found
+    return found[DEFAULT]
 
 
 def _later(file: Path) -> dict[str, str]:
@@ -62,7 +64,9 @@ def _named(value: Any) -> dict[str, str]:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text("utf-8")) if file.is_file() else None
+        if file.is_file():
+            return json.loads(file.read_text("utf-8"))
+        return None
     except (OSError, ValueError, RecursionError) as error:
         log.warning("%s can't be read, and no chat template is taken from it: %s", file, error)
         return None

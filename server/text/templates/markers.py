@@ -30,7 +30,9 @@ def markers(added: Mapping[int, str], texts: Iterable[str]) -> frozenset[int]:
     whole = "\0".join(texts)
     words = {text: token for token, text in added.items() if text.strip() and text in whole}
     longest_first = sorted(words, key=len, reverse=True)
-    found = re.findall("|".join(map(re.escape, longest_first)), whole) if words else []
+    found = []
+    if words:
+        found = re.findall("|".join(map(re.escape, longest_first)), whole)
     return frozenset(words[word] for word in found)
 
 

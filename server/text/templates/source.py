@@ -18,7 +18,9 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 def variables(source: str | None) -> frozenset[str]:
     """What a template reads from outside; nothing when it doesn't parse (rendering will tell)."""
     tree = _tree(source or "")
-    return frozenset() if tree is None else frozenset(jinja2.meta.find_undeclared_variables(tree))
+    if tree is None:
+        return frozenset()
+    return frozenset(jinja2.meta.find_undeclared_variables(tree))
 
 
 def literals(source: str) -> list[str]:

@@ -91,7 +91,8 @@ class _Trial:
         self.settle("S", openings=False)
         self.settle("SA", openings=False)
         places = [("U", ""), ("U", "AU"), ("UA", "U"), ("SU", "")]
-        places += [("UCT", ""), ("UCT", "AU")] if self.able.calls else []
+        if self.able.calls:
+            places += [("UCT", ""), ("UCT", "AU")]
         self.able = replace(self.able, later=all(self.stays(*place) for place in places))
 
     def stays(self, before: str, after: str) -> bool:
@@ -112,8 +113,12 @@ class _Trial:
 
     def _text(self, messages: list[Message], able: Abilities | None = None) -> str:
         able = able or self.able
-        none: list[Any] | None = [] if able.listed else None
-        tools = [_TOOL] if any(message["role"] == "tool" for message in messages) else none
+        none: list[Any] | None = None
+        if able.listed:
+            none = []
+        tools = none
+        if any(message["role"] == "tool" for message in messages):
+            tools = [_TOOL]
         return self._render(fit(messages, able, _NOTHING_TYPED), tools)
 
 

@@ -60,14 +60,18 @@ def _turn(message: Message, shield: Shield) -> Turn:
     texts = ["".join(_shielded(message.get("content"), shield, own=role == "assistant"))]
     apart = ("role", "content", "tool_calls", *_REASONING)
     fields = {name: shield.hide_all(value) for name, value in message.items() if value is not None}
-    thoughts = [clean(message[name]) for name in _REASONING if message.get(name)] if role == "assistant" else []
+    thoughts = []
+    if role == "assistant":
+        thoughts = [clean(message[name]) for name in _REASONING if message.get(name)]
     rest = {name: value for name, value in fields.items() if name not in apart}
     return Turn(role, texts, thoughts[:1], fields.get("tool_calls") or [], rest)
 
 
 def _shielded(content: Any, shield: Shield, *, own: bool) -> Iterator[str]:
     """Text parts, to be joined with nothing between them."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    parts = content
+    if not isinstance(content, list):
+        parts = [{"type": "text", "text": content}]
     if not own:
         yield shield.hide("".join(map(_text, parts)))
         return
@@ -95,13 +99,17 @@ def _named(messages: Iterable[Message]) -> Iterator[Message]:
 def message(turn: Turn, able: Abilities) -> Message:
     """The turn as a template of these abilities takes it."""
     text = BETWEEN.join(filter(None, turn.texts))
-    content = [{"type": "text", "text": text}] if able.parts else text
+    content: str | list[dict[str, str]] = text
+    if able.parts:
+        content = [{"type": "text", "text": text}]
     made: Message = turn.fields | {"role": turn.role, "content": content}
     if turn.thoughts:
         made["reasoning_content"] = BETWEEN.join(turn.thoughts)
     if turn.calls:  # some templates ask whether there is a list at all
         made["tool_calls"] = turn.calls
-    return _with_short_ids(made) if able.short_ids else made
+    if able.short_ids:
+        return _with_short_ids(made)
+    return made
 
 
 def _with_short_ids(made: Message) -> Message:
@@ -113,4 +121,6 @@ def _with_short_ids(made: Message) -> Message:
 
 
 def _short(name: str) -> str:
-    return name if _SHORT_ID.fullmatch(name) else hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:9]
+    if _SHORT_ID.fullmatch(name):
+        return name
+    return hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:9]

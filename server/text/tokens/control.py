@@ -60,4 +60,6 @@ class Tags:
 
     def plain(self, text: str) -> str:
         """The text of an answer with its marks spelled out."""
-        return text.translate(self._plain) if not text.isascii() else text
+        if not text.isascii():
+            return text.translate(self._plain)
+        return text

@@ -55,8 +55,12 @@ class Shield:
         inner = marked.strip()  # templates trim
         head, _, tail = marked.partition(inner) if inner else ("", "", marked)
         reach = range(1, min(self._longest, len(inner) + 1))
-        before = _BEFORE if any(inner[:n] in self._endings for n in reach) else ""
-        after = _BEHIND if any(inner[-n:] in self._beginnings for n in reach) else ""
+        before = ""
+        if any(inner[:n] in self._endings for n in reach):
+            before = _BEFORE
+        after = ""
+        if any(inner[-n:] in self._beginnings for n in reach):
+            after = _BEHIND
         return f"{head}{before}{inner}{after}{tail}"
 
     def hide_all(self, value: Any) -> Any:
@@ -65,7 +69,9 @@ class Shield:
             return self.hide(value)
         if isinstance(value, dict):
             return {self.hide_all(key): self.hide_all(item) for key, item in value.items()}
-        return [self.hide_all(item) for item in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [self.hide_all(item) for item in value]
+        return value
 
 
 class Encoder:
@@ -98,7 +104,9 @@ class Encoder:
     def encode(self, text: str, *, special: bool, bos: bool, most: int | None = None) -> list[int]:
         """Ids of a bare text; what spells a special token in it is one only when `special`. `most`: see below."""
         ids, _ = self.encode_marked(clean(text) if special else self.shield.hide(text), most=most)
-        return [*self.opening, *ids] if bos and ids[:1] != self.opening[:1] else ids
+        if bos and ids[:1] != self.opening[:1]:
+            return [*self.opening, *ids]
+        return ids
 
     def encode_marked(
         self, text: str, positions: Sequence[int] = (), *, most: int | None = None
@@ -175,7 +183,9 @@ class Encoder:
         vocabulary: Any = copy.token_to_id  # every name is one by now
         true_ids = {vocabulary(name): i for i, name in names.items()}
         strangers = (i for i, true in true_ids.items() if i != true and self._backend.model.id_to_token(i) is not None)
-        return (copy, true_ids) if next(strangers, None) is None else None
+        if next(strangers, None) is None:
+            return (copy, true_ids)
+        return None
 
     def _find_opening(self) -> list[int]:
         bare = self._tokenizer.encode("a", add_special_tokens=False)
@@ -200,7 +210,9 @@ def _renamed(entry: Any, name: str) -> Any:
 
 
 def _normalizes(backend: Any) -> bool:
-    normalizer = None if backend is None else backend.normalizer
+    normalizer = None
+    if backend is not None:
+        normalizer = backend.normalizer
     return normalizer is not None and json.loads(normalizer.__getstate__()).get("normalizers") != []
 
 

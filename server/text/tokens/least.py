@@ -33,7 +33,10 @@ class Least:
         """No encoding of `text` has fewer; 0 where that can't be said."""
         if not self._longest:
             return 0
-        kept = len(text) if text.isascii() else len(text.encode("utf-8", "replace")) // self._shrinks
+        if text.isascii():
+            kept = len(text)
+        else:
+            kept = len(text.encode("utf-8", "replace")) // self._shrinks
         return -(-kept // self._longest)
 
     @cached_property
@@ -43,7 +46,9 @@ class Least:
     @cached_property
     def _longest(self) -> int:
         """Bytes of the longest token; 0 where a token may stand for any number of a text's."""
-        return max(map(len, self._spellings())) if self._shrinks else 0
+        if self._shrinks:
+            return max(map(len, self._spellings()))
+        return 0
 
 
 def _kept(backend: Any) -> int:
@@ -56,7 +61,9 @@ def _kept(backend: Any) -> int:
         return 0
     before = list(_steps(backend.normalizer, "normalizers"))
     by_bytes = any(step["type"] == "ByteLevel" for step in before + steps)
-    return _shrinks(before) if _knows_every_byte(backend, by_bytes) else 0
+    if _knows_every_byte(backend, by_bytes):
+        return _shrinks(before)
+    return 0
 
 
 def _knows_every_byte(backend: Any, by_bytes: bool) -> bool:

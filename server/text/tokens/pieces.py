@@ -86,12 +86,18 @@ class Cuts:
         tried = [border for border in BORDERS if border.holds(lambda text: whole(self._backend, text))]
         for data in self._spellings() if tried else ():
             tried = [border for border in tried if not border.across.search(data)]
-        return re.compile("|".join(border.pattern for border in tried)) if tried else None
+        if tried:
+            return re.compile("|".join(border.pattern for border in tried))
+        return None
 
     def after(self, text: str, start: int) -> tuple[int, int]:
         """Where the piece that begins at `start` ends, and where the next one begins."""
-        place = self.pattern.search(text, start + PIECE) if self.pattern else None
-        return place.span() if place else (len(text), len(text))
+        place = None
+        if self.pattern:
+            place = self.pattern.search(text, start + PIECE)
+        if place:
+            return place.span()
+        return (len(text), len(text))
 
 
 def measured(backend: Any, cuts: Cuts, text: str, most: int | None = None) -> Measured:

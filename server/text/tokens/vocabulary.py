@@ -115,7 +115,9 @@ class Vocabulary:
             spelling = self._tokenizer.convert_ids_to_tokens(token)
         except (IndexError, KeyError, OverflowError):  # a hole in the vocabulary
             return ""
-        return spelling.decode("utf-8", "replace") if isinstance(spelling, bytes) else spelling or ""
+        if isinstance(spelling, bytes):
+            return spelling.decode("utf-8", "replace")
+        return spelling or ""
 
     def _behind(self, anchor: list[int], token: int) -> bytes:
         """What the tokenizer's own decoding adds for `token` behind an ordinary one."""
