@@ -62,10 +62,10 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def environment() -> dict[str, str]:
-    """Ours, with this project importable and no settings of Marathon that would change what is measured."""
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """Ours, with the checkout at `root` importable and no settings of Marathon that would change what is measured."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MARATHON_")}
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     return kept | {"PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
@@ -73,21 +73,22 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+def start(command: list[str], root: Path = ROOT, **options: Any) -> subprocess.Popen[bytes]:
     """A child in a process group of its own that doesn't outlive us."""
     bound = _end_with_parent if sys.platform == "linux" else None
-    return subprocess.Popen(command, start_new_session=True, env=environment(), preexec_fn=bound, **options)
+    return subprocess.Popen(command, start_new_session=True, env=environment(root), preexec_fn=bound, **options)
 
 
 class Server:
     """One running HTTP server. Owned by whoever opened it with `marathon` or `reference`."""
 
-    def __init__(self, name: str, command: list[str], port: int, ready: str, log: Path) -> None:
-        """`ready`: the path that answers 200 once it can work."""
+    def __init__(self, name: str, command: list[str], port: int, ready: str, log: Path, root: Path = ROOT) -> None:
+        """`ready`: the path that answers 200 once it can work. `root`: the checkout that the command runs from."""
         self.name, self.port, self.log, self._ready = name, port, log, ready
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
-            self.process = start(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            self.process = start(command, root, cwd=root, **streams)
 
     @property
     def pid(self) -> int:
@@ -159,13 +160,30 @@ def options(values: Mapping[str, object]) -> list[str]:
     return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
 
 
+def python_of(root: Path) -> str:
+    """The interpreter that an earlier checkout brings in its `.venv`, else ours."""
+    own = root / ".venv" / "bin" / "python"
+    return str(own) if root != ROOT and own.exists() else sys.executable
+
+
 @contextlib.contextmanager
 def marathon(model: Path, log: Path, **values: object) -> Iterator[Server]:
     """`marathon serve` on a free port, ready; `values` are its options with underscores."""
-    port = free_port()
-    command = [sys.executable, "-m", "server.cli", "serve", *options({"model": model, "port": port} | values)]
-    with _running(Server("marathon", command, port, "/ready", log)) as server:
+    with _running(_marathon("marathon", ROOT, model, log, values)) as server:
         yield server
+
+
+@contextlib.contextmanager
+def earlier(root: Path, model: Path, log: Path, **values: object) -> Iterator[Server]:
+    """`marathon serve` of the checkout at `root`, the same otherwise."""
+    with _running(_marathon("earlier", root, model, log, values)) as server:
+        yield server
+
+
+def _marathon(name: str, root: Path, model: Path, log: Path, values: Mapping[str, object]) -> Server:
+    port = free_port()
+    command = [python_of(root), "-m", "server.cli", "serve", *options({"model": model, "port": port, **values})]
+    return Server(name, command, port, "/ready", log, root)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 
 from loadtests.bench.ledger import Bar, Figures, Ledger, Verdict, judge, number
 from loadtests.bench.targets import NAMES, Subject, opened
-from loadtests.harness import REST_SECONDS, Failed
+from loadtests.harness import REST_SECONDS, ROOT, Failed
 from loadtests.zoo.models import obtain, words
 
 MEMORY = "memory"
@@ -71,6 +71,7 @@ class Plan:
     quick: bool = False
     seed: int = 0
     rows: int = 32  # sequences decoded together
+    earlier: Path = ROOT  # the checkout that `earlier` is served from
     deadline: float = float("inf")  # monotonic; no round begins that wouldn't end before it
     notes: list[str] = field(default_factory=list)
 
@@ -92,7 +93,7 @@ class Stage:
         plan = self._plan
         wanted = [name for name in plan.subjects if any(name in row.subjects for row in self._rows)]
         folder = obtain(self._model, plan.folder)
-        with opened(folder, wanted, plan.logs, rows=plan.rows) as subjects:
+        with opened(folder, wanted, plan.logs, rows=plan.rows, earlier=plan.earlier) as subjects:
             began, longest = monotonic(), 0.0
             for turn in range(plan.rounds + 1):
                 if turn > 1 and monotonic() + longest > plan.deadline:

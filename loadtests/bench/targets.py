@@ -18,6 +18,7 @@ from loadtests.bench.workload import Ask, Order, Stream, chunks_a_token, first_p
 from loadtests.harness import Failed, Server, Worker
 
 MARATHON, RAW, REFERENCE = "marathon", "raw", "mlx_lm.server"
+EARLIER = "earlier"  # Marathon of another checkout
 NAMES = (MARATHON, RAW, REFERENCE)
 REPORT_SECONDS = 1.1  # Marathon's engine reports each second
 
@@ -122,8 +123,10 @@ def _a_step(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
 
 
 @contextlib.contextmanager
-def opened(model: Path, names: Sequence[str], logs: Path, *, rows: int = 32) -> Iterator[dict[str, Subject]]:
-    """The named subjects on one model, ready to work on `rows` sequences at once."""
+def opened(
+    model: Path, names: Sequence[str], logs: Path, *, rows: int = 32, earlier: Path = harness.ROOT
+) -> Iterator[dict[str, Subject]]:
+    """The named subjects on one model, ready to work on `rows` sequences at once; `earlier` is EARLIER's checkout."""
     with contextlib.ExitStack() as stack:
         found: dict[str, Subject] = {}
         client = stack.enter_context(Worker("loadtests.bench.client", log=logs / "client.log"))
@@ -135,6 +138,10 @@ def opened(model: Path, names: Sequence[str], logs: Path, *, rows: int = 32) -> 
             log = logs / f"marathon-{model.name}.log"
             server = stack.enter_context(harness.marathon(model, log, max_rows=rows))
             found[MARATHON] = Served(server, client, {"model": "default", "ignore_eos": True}, exact=True)
+        if EARLIER in names:
+            log = logs / f"earlier-{model.name}.log"
+            server = stack.enter_context(harness.earlier(earlier, model, log, max_rows=rows))
+            found[EARLIER] = Served(server, client, {"model": "default", "ignore_eos": True}, exact=True)
         if REFERENCE in names:
             log = logs / f"mlx_lm-{model.name}.log"
             server = stack.enter_context(harness.reference(model, log, decode_concurrency=rows))

@@ -19,7 +19,7 @@ import pytest
 from serving import engine, run_server
 from tokenizers import Tokenizer
 
-from loadtests import gpu, harness, process_tree, speed
+from loadtests import gpu, harness, process_tree, speed, versions
 from loadtests.bench import rows as speed_rows
 from loadtests.bench.client import Channel, last_usage, obey
 from loadtests.bench.ledger import COLUMNS, Bar, Ledger, Verdict, interval, judge, of, quotient, ratio
@@ -487,12 +487,30 @@ class Steady:
         return {"steps": self.steps} | dict.fromkeys(gpu.PARTS, self.steps / 1000)
 
 
-@pytest.mark.parametrize("row", [*speed_rows.ROWS, *gpu.rows_of("llama-1b")], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [*speed_rows.ROWS, *gpu.rows_of("llama-1b"), *versions.rows_of("cheap", [1])], ids=lambda row: row.name
+)
 def test_every_bar_finds_its_figures(row: speed_rows.Row) -> None:
     work = Work(random.Random(0), quick=True, profile=True)
     taken = {name: row.measure(Steady(name), work) for name in row.subjects}
     for verdict in judge(row.name, row.bars, [taken], row.subjects):
         assert len(verdict.values) == 1, verdict.bar.label
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        versions.parse([str(tmp_path)])
+    assert f"{tmp_path} is no checkout of Marathon" in capsys.readouterr().err
+    assert versions.parse([str(harness.ROOT)]).earlier == harness.ROOT
+
+
+def test_another_checkout_is_served_from_its_folder_with_its_own_python(tmp_path: Path) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    assert harness.python_of(tmp_path) == sys.executable
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert harness.python_of(tmp_path) == str(python)
+    assert harness.environment(tmp_path)["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
 
 
 def test_every_subject_gets_the_same_prompts_and_a_load_of_256_tokens_a_stream() -> None:
