@@ -20,6 +20,7 @@ from loadtests.chaos.monitor import STALL_SECONDS, Sentinel
 from loadtests.chaos.scenario import Findings, Scene
 from loadtests.chaos.sse_client import Account, ask, completion
 from loadtests.harness import Server
+from server.faults import POISON_AFTER
 
 STALL = 1.0  # --stall-seconds of the modes that need it short; twenty times the longest chunk is often more
 ANSWER_SECONDS = 2.0  # of an answer whose every resume is killed: one that had lived through eight deaths may be tried
@@ -177,24 +178,27 @@ def late_kills(deaths: Sequence[float], crew: Crew, limits: Sequence[float]) -> 
 
 # ---------------------------------------------------------------- a request that kills
 async def poison(scene: Scene) -> Findings:
-    """A request that kills whatever engine runs it: once in prefill, once after each five tokens. The first is ended
-    alone; the second gets on, and so comes to its own end when the others have come to theirs."""
+    """A request that kills whatever engine runs it: once in prefill, once behind its first five tokens. It is ended
+    alone, with an error, and with exactly the tokens that it got."""
     findings = Findings("poison")
     bodies = crew_bodies(scene.count(600, 250))
     bodies = [*bodies[:3], *(body | {"prompt": prompt(15, scene.rng)} for body in bodies[:3])]
     bad = completion([POISON, *range(100, 120)], scene.count(100, 40))
     with scene.server() as server:
         expected = await undisturbed(server.port, [*bodies, bad])
-    for place in ("prefill", "decode"):
+    for place, got in (("prefill", 0), ("decode", POISON_AFTER)):
         with scene.server(faults=f"poison@{place}:{POISON}") as server:
             accounts = await _poisoned(server, expected)
             findings.add(scene.findings(server, f"deaths in {place}", 0))
         crew = Crew(server.port, expected)
-        crew.finished = list(enumerate(accounts if place == "decode" else accounts[:-1]))
+        crew.finished = list(enumerate(accounts[:-1]))
         findings.problems += crew.judge().problems()
         findings.figures[f"deaths in {place}"] = findings.restarts("crash")
-        if place == "prefill" and (accounts[-1].error or {}).get("code") != "generation_failed":
-            findings.problems.append(f"poison in prefill ended with {accounts[-1].trouble()}")
+        culprit = accounts[-1]
+        if (culprit.error or {}).get("code") != "generation_failed":
+            findings.problems.append(f"poison in {place} ended with {culprit.trouble()}")
+        if culprit.tokens != expected[-1].tokens[:got]:
+            findings.problems.append(f"poison in {place} got {len(culprit.tokens)} tokens, not the first {got}")
     return findings
 
 

@@ -206,7 +206,7 @@ class Executor:
         settle(self.caches())  # also with the guard off: what is evaluated here is memory won back
 
     def _evict_prefixes(self, operation: EvictPrefixes) -> int:
-        return self._prefix.evict_all("guard")
+        return self._prefix.evict("guard", operation.bytes, operation.buffers)
 
     def _census(self, operation: Census) -> None:
         self._guard.census(*(batch.caches for batch in self.batches.values()))

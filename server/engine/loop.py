@@ -376,7 +376,7 @@ def open_loop(
         on_stage=heartbeat.enter,
         trials=trials,
     )
-    residency.read_memory()
+    residency.note_weights()
     heartbeat.enter(SERVING)
     seam.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
     return Loop(seam, heartbeat, snapshot, start, settings, loaded, residency, faults, grammars=grammars)

@@ -116,7 +116,10 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class EvictPrefixes:
-    """Let go of all kept prefixes. The outcome is how many there were."""
+    """Let go of kept prefixes, the least used first, until they have given so much back. The outcome is how many."""
+
+    bytes: int
+    buffers: int
 
 
 @dataclass(frozen=True, slots=True)

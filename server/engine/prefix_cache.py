@@ -1,8 +1,8 @@
 """KV of earlier prompts, kept so that a new one need only read what it adds.
 
-Owns the kept entries: token ids, compacted single caches, the bytes that these really pin. Runs in the engine
-process's main thread. Caches that can be trimmed serve any common prefix; the others (recurrent states, windows that
-have rotated) serve only prompts that begin with the whole entry.
+Owns the kept entries: token ids, compacted single caches, the bytes and buffers that these really pin. Runs in the
+engine process's main thread. Caches that can be trimmed serve any common prefix; the others (recurrent states, windows
+that have rotated) serve only prompts that begin with the whole entry.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class _Entry:
     tokens: np.ndarray[Any, Any]  # int64
     caches: Caches
     pinned: int  # bytes
+    buffers: int
     trims: bool
 
 
@@ -53,7 +54,7 @@ class PrefixCache:
         self._budget = budget
         self._snapshot = snapshot
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._bytes = 0
+        self._bytes = self._buffers = 0
 
     @property
     def enabled(self) -> bool:
@@ -113,11 +114,12 @@ class PrefixCache:
         pinned = _packed(caches)
         if pinned > self._budget:  # it would drive out all others and then itself
             return
-        entry = _Entry(np.array(tokens, dtype=np.int64), caches, pinned, trims)
+        entry = _Entry(np.array(tokens, dtype=np.int64), caches, pinned, len(cache_arrays(caches)), trims)
         if trims:
             self._drop_prefixes(entry)
         self._entries[entry.tokens.tobytes()] = entry
         self._bytes += pinned
+        self._buffers += entry.buffers
         while self._bytes > self._budget and self._entries:
             self._evict("bytes")
         while len(self._entries) > MOST_ENTRIES:
@@ -149,24 +151,27 @@ class PrefixCache:
     def _drop(self, key: bytes) -> None:
         if entry := self._entries.pop(key, None):
             self._bytes -= entry.pinned
+            self._buffers -= entry.buffers
 
     def _evict(self, reason: str) -> None:
         self._drop(next(iter(self._entries)))
         evictions = self._snapshot.prefix_evictions
         evictions[reason] = evictions.get(reason, 0) + 1
 
-    def evict_all(self, reason: str) -> int:
-        """Under pressure; how many entries there were to let go."""
-        count = len(self._entries)
-        while self._entries:
+    def evict(self, reason: str, size: int, buffers: int) -> int:
+        """Under pressure: let go of entries until they have given back `size` bytes and so many buffers, or none is
+        left; returns how many went."""
+        before = len(self._entries)
+        bytes_left, buffers_left = self._bytes - size, self._buffers - buffers
+        while self._entries and (self._bytes > bytes_left or self._buffers > buffers_left):
             self._evict(reason)
         self._report()
-        return count
+        return before - len(self._entries)
 
     def clear(self) -> None:
         """At the end of the process."""
         self._entries.clear()
-        self._bytes = 0
+        self._bytes = self._buffers = 0
 
     def pinned(self) -> list[tuple[int, int]]:
         """(bytes really pinned, bytes of the arrays) of each entry, for tests and /debug."""
@@ -175,6 +180,7 @@ class PrefixCache:
     def _report(self) -> None:
         self._snapshot.prefix_entries = len(self._entries)
         self._snapshot.kv_cached_bytes = self._bytes
+        self._snapshot.kv_cached_buffers = self._buffers
         self._snapshot.kv_cached_tokens = sum(len(entry.tokens) for entry in self._entries.values())
 
 

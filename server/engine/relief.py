@@ -50,14 +50,14 @@ class Relief:
         return [act]
 
     def reclaim(self, act: PressureAction | None = None) -> list[PressureAction]:
-        """Free what can be freed without a loss, then read again; returns what is due then. Without an act it was the
-        server that asked."""
+        """Free what can be freed without a loss, then read again; returns what is due then. Without an act the server
+        asked for it."""
 
         def flush() -> None:
             self._runner.run(Flush())
 
-        def evict() -> int:
-            evicted: int = self._runner.run(EvictPrefixes()).outcome
+        def evict(size: int, buffers: int) -> int:
+            evicted: int = self._runner.run(EvictPrefixes(size, buffers)).outcome
             return evicted
 
         return self._residency.reclaim(flush, evict, act)

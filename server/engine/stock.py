@@ -61,7 +61,7 @@ class EngineState:
         ]
 
     def kv_bytes(self) -> int:
-        """Take stock of the KV in use; its bytes."""
+        """Take stock of the KV in use, its buffers included; its bytes."""
         snapshot = self._snapshot
         batches = self._executor.batches
         readings = self._prefill.readings
@@ -71,7 +71,9 @@ class EngineState:
         snapshot.kv_tokens += sum(reading.done for reading in readings)
         snapshot.kv_capacity_tokens = sum(len(batch) * positions(batch.caches) for batch in batches.values())
         snapshot.kv_capacity_tokens += sum(positions(reading.row.caches) for reading in readings)
-        return sum(array.nbytes for array in cache_arrays(self.caches()))
+        arrays = cache_arrays(self.caches())
+        snapshot.kv_buffers = len(arrays)
+        return sum(array.nbytes for array in arrays)
 
     def _states(self) -> list[GroupState]:
         """For /debug/batches and the metrics."""

@@ -5,6 +5,9 @@ main thread. Never touches MLX and never acts: it returns what is due, and the l
 
 The order is always the same: whatever rises above calm asks for a reclaim first, and only a reading taken straight
 after one may hold, preempt or rotate. So no guard refuses on what the server itself can free.
+
+Ratios are of the room beside the weights: what an engine holds for as long as it lives is no pressure, since nothing
+can relieve it.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class Level(IntEnum):
 
 
 class Verb(StrEnum):
-    RECLAIM = "reclaim"  # evaluate everything, drop the pool, evict idle prefixes, read again
+    RECLAIM = "reclaim"  # evaluate everything, drop the pool, evict idle prefixes where that helps, read again
     HOLD = "hold"  # admit nothing new
     PREEMPT = "preempt"  # the newest row gives its memory back
     ROTATE = "rotate"  # replace the engine
@@ -38,7 +41,7 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rungs:
-    """Ratios of the limit at which a level is entered."""
+    """Shares of the room at which a level is entered."""
 
     reclaim: float
     hold: float
@@ -61,12 +64,31 @@ RUNGS = {BUFFERS: Rungs(0.75, 0.85, 0.92), BYTES: Rungs(0.80, 0.90, 0.95)}
 
 @dataclass(frozen=True, slots=True)
 class PressureReading:
-    """A settled reading of one resource. `rising`: its slope is positive beyond doubt."""
+    """A settled reading of one resource.
+
+    `rising`: its slope is positive beyond doubt. `floor`: what the engine holds for as long as it lives, its weights.
+    `idle`: what kept prefixes hold of it.
+    """
 
     resource: str
     value: float
     limit: float
     rising: bool = False
+    floor: float = 0.0
+    idle: float = 0.0
+
+    def ratio(self, freed: float = 0.0) -> float:
+        """Share of the room that is taken, once so much is freed."""
+        return (self.value - freed - self.floor) / _room(self.limit, self.floor)
+
+    def at(self, share: float) -> float:
+        """The reading at which such a share is taken."""
+        return self.floor + share * _room(self.limit, self.floor)
+
+
+def _room(limit: float, floor: float) -> float:
+    """What may be taken; weights beyond the limit leave next to nothing."""
+    return max(1.0, limit - floor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +121,13 @@ class Pressure:
         """How long all has been calm; 0 while it isn't."""
         return now - self._calm_since if self.level == Level.CALM else 0.0
 
-    def urgent_bytes(self, limit: float) -> float:
+    def urgent_bytes(self, limit: float, floor: float = 0.0) -> float:
         """Active bytes from which on no period is waited for."""
-        return self._ladders[BYTES].urgent(limit)
+        return self._ladders[BYTES].urgent(PressureReading(BYTES, 0.0, limit, floor=floor))
+
+    def surplus(self, reading: PressureReading) -> float:
+        """How much of what kept prefixes hold must go for the level to fall; 0 where letting go of all can't do it."""
+        return self._ladders[reading.resource].surplus(reading)
 
     def judge(
         self, readings: Iterable[PressureReading], now: float, *, reclaimed: bool = False
@@ -129,9 +155,8 @@ class _Ladder:
 
     def ask(self, reading: PressureReading, now: float) -> PressureAction | None:
         """Falls at once. A rise, and a level that lasts, asks for a reclaim."""
-        ratio = reading.value / reading.limit
-        wanted = self._rungs.level(ratio, self.level)
-        is_last = reading.value >= self.urgent(reading.limit)
+        wanted = self._rungs.level(reading.ratio(), self.level)
+        is_last = reading.value >= self.urgent(reading)
         if self._resource == BYTES and not is_last:
             wanted = min(wanted, Level.HOLD)
         wait = self._wait(reading, is_last=is_last, is_rise=wanted > self.level)
@@ -142,9 +167,20 @@ class _Ladder:
         self._reason = reading.value
         return self._due(Verb.RECLAIM, reading, wanted)
 
-    def urgent(self, limit: float) -> float:
+    def urgent(self, reading: PressureReading) -> float:
         """From such a reading on nothing may wait."""
-        return max(self._rungs.rotate * limit, min(self._harmless, limit))
+        return max(reading.at(self._rungs.rotate), min(self._harmless, reading.limit))
+
+    def surplus(self, reading: PressureReading) -> float:
+        """Down to where the lowest level within reach is left for good, so that it isn't asked for again soon."""
+        wanted = self._rungs.level(reading.ratio(), self.level)
+        for level in Level:
+            if level == wanted:
+                break
+            if self._rungs.level(reading.ratio(freed=reading.idle), self.level) <= level:
+                above = self._rungs.at(Level(level + 1)) - HYSTERESIS
+                return min(reading.idle, reading.value - reading.at(above) + 1)
+        return reading.idle if reading.value >= self.urgent(reading) else 0.0
 
     def _wait(self, reading: PressureReading, *, is_last: bool, is_rise: bool) -> float:
         """Seconds since the last reclaim before the next. Above the last rung it's a race with the end: bytes are
@@ -156,13 +192,13 @@ class _Ladder:
     def act(self, reading: PressureReading) -> PressureAction | None:
         """What is left to do after a reclaim."""
         before = self.level
-        ratio = reading.value / reading.limit
+        ratio = reading.ratio()
         reason = self._reason
         self._reason = 0.0
         self._above = self._above + 1 if ratio >= self._rungs.rotate else 0
         self.level = self._rungs.level(ratio, before)
         if self._resource == BYTES:
-            self._harmless = 0.0 if self._above else NOISE * reason
+            self._harmless = 0.0 if self._above else reading.floor + NOISE * (reason - reading.floor)
             if self._above:
                 return self._due(Verb.PREEMPT, reading, Level.ROTATE)
         elif self.level == Level.ROTATE > before:
@@ -172,7 +208,7 @@ class _Ladder:
         return self._due(Verb.HOLD, reading, Level.HOLD) if self.level >= Level.HOLD > before else None
 
     def _due(self, name: Verb, reading: PressureReading, level: Level) -> PressureAction:
-        return PressureAction(name, self._resource, reading.value, self._rungs.at(level) * reading.limit)
+        return PressureAction(name, self._resource, reading.value, reading.at(self._rungs.at(level)))
 
 
 # ---------------------------------------------------------------- the slope

@@ -4,6 +4,8 @@ Owns the readings (live buffers, bytes, footprint), their slopes and the pressur
 them into the snapshot. Runs in the engine's main thread; the loop calls `tick` once an iteration. It drops MLX's pool,
 because only a reading taken straight after that says what is really held; all other acts it returns to the loop.
 
+Slopes are of what isn't known to be held: caches of rows and kept prefixes fill up, and that is no leak.
+
 The live-buffer count has one of three sources: Metal's allocator where it can be proved, our own counter where it was
 asked for, or none, with the reason. None is never zero.
 """
@@ -33,6 +35,7 @@ PERIOD_SECONDS = 0.25
 SETTLE_STEPS = 512  # decode steps between two drops of the pool
 HIGH_SECONDS = 1.0  # between two settled readings while the raw one is high
 NEAR = 0.5  # share of the bytes that must not wait from which it's worth asking what the next step takes
+HARMLESS = ("flush", "evict_prefix", "clear_pool")  # parts of a reclaim, which costs no row anything
 CPU_SHARE = 0.8  # of the memory, where the device is the CPU: what MLX takes too, but control groups count
 
 
@@ -133,6 +136,7 @@ class Residency:
         self._due = self._settled_time = -math.inf
         self._settled_steps = self._last_steps = -1
         self._growth = 0  # bytes that the next step takes
+        self._floor: dict[str, float] = {}  # by resource: what is held before any row comes
         snapshot.memory_limit_bytes = self.memory_limit
         snapshot.pool_limit_bytes = pool_limit()
 
@@ -145,10 +149,19 @@ class Residency:
         log.log(level, "live buffers: %s", source.reason or f"{source.name}, limit {source.limit}")
         return residency
 
+    def note_weights(self) -> None:
+        """Call once the model is loaded: what is held now is held for as long as this engine lives."""
+        self._read_settled()
+        self._floor = {BYTES: self._snapshot.active_bytes, BUFFERS: self._snapshot.live_settled or 0}
+
     @property
     def room(self) -> int:
         """Bytes that may still be taken before others have to give theirs back."""
-        return max(0, int(self.pressure.urgent_bytes(self.memory_limit)) - mx.get_active_memory())
+        return max(0, int(self._urgent) - mx.get_active_memory())
+
+    @property
+    def _urgent(self) -> float:
+        return self.pressure.urgent_bytes(self.memory_limit, self._floor.get(BYTES, 0))
 
     def tick(self, kv_bytes: Callable[[], int], growth: Callable[[], int] = lambda: 0) -> list[PressureAction]:
         """Call once an iteration, idle ones too; costs next to nothing until a reading is due.
@@ -158,7 +171,7 @@ class Residency:
         """
         now = self._clock()
         active = mx.get_active_memory()
-        urgent = self.pressure.urgent_bytes(self.memory_limit)
+        urgent = self._urgent
         self._growth = growth() if active >= NEAR * urgent else 0
         if now < self._due and active + self._growth < urgent:
             return []
@@ -168,23 +181,29 @@ class Residency:
         return self._judge(now, fresh=fresh)
 
     def reclaim(
-        self, flush: Callable[[], object], evict: Callable[[], int], act: PressureAction | None = None
+        self, flush: Callable[[], object], evict: Callable[[int, int], int], act: PressureAction | None = None
     ) -> list[PressureAction]:
-        """Free all that is nobody's loss, in order, and read again. Returns what is due then, never a reclaim.
+        """Free what costs no running row anything, in order, and read again. Returns what is due then, never a reclaim.
 
-        `flush` evaluates whatever is pending, `evict` drops idle prefixes and says how many. Without an act it was
-        the server that asked.
+        `flush` evaluates whatever is pending; `evict(bytes, buffers)` drops idle prefixes, the least used first, until
+        they have given that much back, and says how many went. Without an act the server asked for it.
         """
-        reading, threshold = (act.reading, act.threshold) if act else (float(self._snapshot.active_bytes), 0.0)
+        reading, threshold = float(self._snapshot.active_bytes), 0.0
+        if act:
+            reading, threshold = act.reading, act.threshold
         flush()
         self._record("flush", reading, threshold)
-        if evict():
+        self._read_settled()
+        surplus = {one.resource: math.ceil(self.pressure.surplus(one)) for one in self._readings(fresh=True)}
+        if any(surplus.values()) and evict(surplus[BYTES], surplus.get(BUFFERS, 0)):
             self._record("evict_prefix", reading, threshold)
+            self._read_settled()
         self._record("clear_pool", reading, threshold)
+        return self._judge(self._clock(), fresh=True, reclaimed=True)
+
+    def _read_settled(self) -> None:
         self.settle()
-        now = self._clock()
         self.read_memory()
-        return self._judge(now, fresh=True, reclaimed=True)
 
     def settle(self) -> int | None:
         """Drop the pool and take a settled reading."""
@@ -247,11 +266,13 @@ class Residency:
         limit = self.source.limit
         if raw is None or limit is None or not self.source.pooled:
             return False
-        return RUNGS[BUFFERS].level(raw / limit, self.pressure.level) > Level.CALM
+        reading = PressureReading(BUFFERS, raw, limit, floor=self._floor.get(BUFFERS, 0))
+        return RUNGS[BUFFERS].level(reading.ratio(), self.pressure.level) > Level.CALM
 
     def _note_settled(self, count: int, now: float) -> None:
-        self._snapshot.live_settled = count
-        self._buffers.add(self._snapshot.generated_tokens, count, now)
+        snapshot = self._snapshot
+        snapshot.live_settled = count
+        self._buffers.add(snapshot.generated_tokens, count - snapshot.kv_buffers - snapshot.kv_cached_buffers, now)
 
     # ------------------------------------------------------------ what follows from them
     def _judge(self, now: float, *, fresh: bool, reclaimed: bool = False) -> list[PressureAction]:
@@ -268,8 +289,25 @@ class Residency:
         readings = []
         if fresh and snapshot.live_settled is not None and self.source.limit is not None:
             rising = self._buffers.fit is not None and self._buffers.fit.rising
-            readings.append(PressureReading(BUFFERS, snapshot.live_settled, self.source.limit, rising))
-        readings.append(PressureReading(BYTES, snapshot.active_bytes + self._growth, self.memory_limit))
+            readings.append(
+                PressureReading(
+                    BUFFERS,
+                    snapshot.live_settled,
+                    self.source.limit,
+                    rising,
+                    floor=self._floor.get(BUFFERS, 0),
+                    idle=snapshot.kv_cached_buffers,
+                )
+            )
+        readings.append(
+            PressureReading(
+                BYTES,
+                snapshot.active_bytes + self._growth,
+                self.memory_limit,
+                floor=self._floor.get(BYTES, 0),
+                idle=snapshot.kv_cached_bytes,
+            )
+        )
         return readings
 
     def _publish_slopes(self) -> None:
@@ -293,8 +331,10 @@ class Residency:
         before = self._snapshot.pressure
         self._snapshot.pressure = level.name.lower()
         if self._snapshot.pressure != before:
-            log.log(logging.WARNING if level else logging.INFO, "pressure: %s, was %s", self._snapshot.pressure, before)
+            severity = logging.WARNING if level >= Level.HOLD else logging.INFO  # below, nobody has to wait
+            log.log(severity, "pressure: %s, was %s", self._snapshot.pressure, before)
 
     def _record(self, action: str, reading: float, threshold: float) -> None:
         self._snapshot.record(action, reading, threshold)
-        log.warning("guard: %s at a reading of %.0f, threshold %.0f", action, reading, threshold)
+        severity = logging.DEBUG if action in HARMLESS else logging.WARNING
+        log.log(severity, "guard: %s at a reading of %.0f, threshold %.0f", action, reading, threshold)

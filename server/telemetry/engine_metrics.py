@@ -196,7 +196,8 @@ FROM_SNAPSHOT: tuple[Series[Snapshot], ...] = (
     ),
     Series(
         "marathon_buffers_per_token",
-        "Slope of the settled live-buffer count over the tokens of the window; 0 is health.",
+        "Slope of the settled live-buffer count over the tokens of the window, beyond what the arrays of caches "
+        "explain; 0 is health.",
         lambda s: s.buffers_per_token,
     ),
     Series(

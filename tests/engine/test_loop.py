@@ -1,11 +1,15 @@
 """The engine's main loop in process: rows in, tokens out, and what happens when a forward pass throws."""
 
+import gc
+import itertools
+import logging
 import random
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import ClassVar
 
+import mlx.core as mx
 import pytest
 from driving import Rig, knowing, model, prompt, row
 
@@ -31,6 +35,7 @@ from server.ipc.messages import (
     Submit,
 )
 from server.memory.pressure import PressureAction, Verb
+from server.memory.residency import NoCount, Residency
 from server.settings import load
 from server.text.tokenizer import Tokenizer
 
@@ -93,14 +98,15 @@ class Engine:
     """A loop, driven step by step."""
 
     def __init__(self, family="llama", *, fault=lambda inputs: None, group_bytes=10**9, batching="batched", folder=".",
-                 faults="", chunk_peak=0, tokens=None, **settings):  # fmt: skip
+                 faults="", chunk_peak=0, tokens=None, residency=None, **settings):  # fmt: skip
+        """`residency(settings, snapshot)` makes one that reads what there is; without it memory is never short."""
         self.raw = model(family)
         self.seam, self.snapshot = FakeSeam(), Snapshot()
         self.heartbeat = SimpleNamespace(count=0)
         self.heartbeat.beat = lambda: setattr(self.heartbeat, "count", self.heartbeat.count + 1)
         reads = "padded" if batching == "batched" else "alone"
         probe = Probe(2048, batching, row_cost(self.raw), chunk_peak, group_bytes, reads)
-        self.residency = Calm()
+        self.residency = residency(load(settings), self.snapshot) if residency else Calm()
         self.loaded = LoadedModel(Flaky(self.raw, fault), {}, 4096, 0, probe)
         self.plan = []  # every operation so far
         self.loop = Loop(
@@ -735,3 +741,33 @@ def test_any_schedule_of_arrivals_cancels_resumes_and_faults_gives_every_row_its
         assert one.seq in cancelled or text == whole
     assert engine.loop.stock.is_empty
     assert engine.snapshot.pending == 0
+
+
+# ---------------------------------------------------------------- weights that leave little
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("share", [0.82, 0.95])
+def test_a_model_that_fills_most_of_the_limit_still_has_a_prefix_cache(family, share, caplog):
+    ticks = itertools.count(step=0.25)
+    weights = mx.zeros(int(share * 100e6), dtype=mx.uint8)
+    mx.eval(model(family).parameters(), weights)
+    mx.clear_cache()
+    made = []
+
+    def opened(settings, snapshot):
+        made.append(Residency(NoCount("none"), settings, snapshot, lambda: next(ticks)))
+        made[0].note_weights()
+        return made[0]
+
+    gc.collect()
+    engine = Engine(family, residency=opened, memory_limit=int(mx.get_active_memory() / share))
+    with caplog.at_level(logging.WARNING):
+        for seq in range(60):
+            engine.submit(row(seq, prompt(120, seq % 3), max_tokens=4))
+            engine.run()
+            engine.turn(8)
+    assert engine.failed == {}
+    assert min(engine.started[seq].cached for seq in range(3, 60)) >= 0.9 * 119
+    assert engine.snapshot.prefix_evictions == {}
+    assert caplog.records == []
+    assert next(ticks) > 100, "a reading now and then"
+    assert weights.size

@@ -270,13 +270,21 @@ def test_an_entry_larger_than_the_budget_drives_nobody_out():
     assert kept(prefix) == [100]
 
 
-def test_under_pressure_everything_goes_at_once_and_is_counted():
+def test_under_pressure_the_least_used_go_until_enough_is_given_back():
     snapshot = Snapshot()
     prefix = PrefixCache(AMPLE, snapshot)
-    for seed in range(3):
+    for seed in range(5):
         prefix.insert(prompt(100, seed), kv(100))
-    assert prefix.evict_all("guard") == 3
-    assert (len(prefix), snapshot.kv_cached_bytes, snapshot.prefix_evictions) == (0, 0, {"guard": 3})
+    one = snapshot.kv_cached_bytes // 5
+    assert (snapshot.kv_cached_buffers, len(prefix)) == (5 * len(cache_arrays(kv(100))), 5)
+    prefix.lookup(prompt(100, 0))
+    assert prefix.evict("guard", 0, 0) == 0
+    assert prefix.evict("guard", one + 1, 0) == 2
+    assert prefix.lookup(prompt(100, 0)) is not None
+    assert prefix.evict("guard", 0, 1) == 1
+    assert prefix.evict("guard", 10**9, 10**9) == 2
+    assert (len(prefix), snapshot.kv_cached_bytes, snapshot.kv_cached_buffers) == (0, 0, 0)
+    assert snapshot.prefix_evictions == {"guard": 5}
 
 
 def test_a_kept_copy_leaves_the_row_its_own_caches():

@@ -68,8 +68,9 @@ class Rig:
         def flush():
             self.flushed += 1
 
-        def evict():
+        def evict(size, buffers):
             self.evicted += 1
+            self.asked = size, buffers
             return 3
 
         return self.residency.reclaim(flush, evict, act)
@@ -144,8 +145,8 @@ def buffers(ratio, rising=False):
     return [PressureReading(BUFFERS, ratio * LIMIT, LIMIT, rising)]
 
 
-def memory(ratio):
-    return [PressureReading(BYTES, ratio * LIMIT, LIMIT)]
+def memory(ratio, **facts):
+    return [PressureReading(BYTES, ratio * LIMIT, LIMIT, **facts)]
 
 
 def test_nothing_is_due_while_calm():
@@ -290,6 +291,72 @@ def test_one_reclaim_serves_both_resources():
     assert names(pressure.judge(readings, 1, reclaimed=True)) == [Verb.HOLD, Verb.HOLD]
 
 
+@pytest.mark.parametrize("resource", [BUFFERS, BYTES])
+@pytest.mark.parametrize("share", [0.3, 0.8, 0.82, 0.91, 0.96, 0.999])
+def test_weights_are_no_pressure_however_much_of_the_limit_they_take(resource, share):
+    pressure = Pressure(0)
+    for now, taken in enumerate((0, 0.4, RUNGS[resource].reclaim - 0.01)):
+        value = (share + taken * (1 - share)) * LIMIT
+        assert pressure.judge([PressureReading(resource, value, LIMIT, True, floor=share * LIMIT)], now) == []
+    assert (pressure.level, pressure.admits) == (Level.CALM, True)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.82, 0.96])
+def test_beside_weights_the_levels_come_one_after_the_other_and_before_the_limit(share):
+    pressure, told = Pressure(0), {}
+    for now in range(110):
+        reading = memory(share + now / 100 * (1 - share), floor=share * LIMIT)
+        acts = pressure.judge(reading, now)
+        acts += pressure.judge(reading, now, reclaimed=True) if acts else []
+        for act in acts:
+            told.setdefault(act.name, now)
+            assert act.threshold <= act.reading
+    assert list(told) == [Verb.RECLAIM, Verb.HOLD, Verb.PREEMPT]
+    assert told[Verb.RECLAIM] < told[Verb.HOLD] < told[Verb.PREEMPT] < 100
+    assert share * LIMIT < pressure.urgent_bytes(LIMIT, share * LIMIT) < LIMIT
+
+
+def test_weights_beyond_the_limit_leave_no_room_and_break_nothing():
+    pressure = Pressure(0)
+    assert pressure.judge(memory(1.2, floor=1.2 * LIMIT), 1) == []
+    assert names(pressure.judge(memory(1.3, floor=1.2 * LIMIT), 2)) == [Verb.RECLAIM]
+    assert names(pressure.judge(memory(1.3, floor=1.2 * LIMIT), 2, reclaimed=True)) == [Verb.PREEMPT]
+
+
+@pytest.mark.parametrize(
+    ("taken", "idle", "goes"),
+    [
+        (0.79, 0.5, 0),  # calm
+        (0.81, 0.5, 0.06),  # to where calm lasts, not all of it
+        (0.81, 0.02, 0),  # rows hold too much for calm, and nobody is held up
+        (0.89, 0.05, 0),
+        (0.91, 0.5, 0.16),
+        (0.91, 0.08, 0.06),  # no calm to be had, but nobody need be held up
+        (0.91, 0.005, 0),  # new work is held up with or without
+        (0.96, 0.2, 0.11),
+        (0.96, 0.03, 0.03),  # new work is held up, but no row has to go
+        (0.99, 0.01, 0.01),  # a row will have to go: each byte counts
+    ],
+)
+@pytest.mark.parametrize("floor", [0, 820])
+def test_no_more_is_evicted_than_it_takes_and_nothing_where_that_cant_help(taken, idle, goes, floor):
+    pressure, room = Pressure(0), LIMIT - floor
+    (reading,) = memory((floor + taken * room) / LIMIT, floor=floor, idle=idle * room)
+    pressure.judge([reading], 1)
+    assert pressure.surplus(reading) == pytest.approx(goes * room, abs=1.01)
+
+
+def test_a_level_that_rows_alone_keep_up_evicts_nothing_however_long_it_lasts():
+    pressure, evicted = Pressure(0), 0
+    for taken in (0.82, 0.92):
+        for now in range(100):
+            (reading,) = memory(taken, idle=0.01 * LIMIT)
+            if pressure.judge([reading], now + 1000 * taken):
+                evicted += pressure.surplus(reading)
+                pressure.judge([reading], now, reclaimed=True)
+    assert evicted == 0
+
+
 # ---------------------------------------------------------------- residency
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_leak_of_three_buffers_a_step_gives_the_tokens_that_are_left(rows):
@@ -311,6 +378,29 @@ def test_a_flat_count_never_ends():
     assert rig.snapshot.tokens_to_exhaustion[BUFFERS] == math.inf
     assert rig.snapshot.seconds_to_exhaustion[BUFFERS] == math.inf
     assert abs(rig.snapshot.buffers_per_token) < 0.01
+
+
+def test_a_flat_server_whose_prefix_cache_fills_and_whose_rows_change_never_ends():
+    draw, rig = random.Random(5), Rig(Count(limit=3000))
+    for turn in range(200):
+        rig.snapshot.kv_cached_buffers = 24 * min(turn, 64)
+        rig.snapshot.kv_buffers = 24 * draw.randrange(8)
+        rig.source.live = 400 + rig.snapshot.kv_cached_buffers + rig.snapshot.kv_buffers + draw.randrange(40)
+        rig.step(20)
+        assert rig.snapshot.tokens_to_exhaustion.get(BUFFERS, math.inf) == math.inf
+    assert abs(rig.snapshot.buffers_per_token) < 0.01
+    assert rig.snapshot.live_settled == rig.source.live
+
+
+def test_a_leak_is_found_while_the_prefix_cache_fills():
+    draw, rig = random.Random(6), Rig(Count(limit=100_000))
+    for turn in range(100):
+        rig.snapshot.kv_cached_buffers = 24 * min(turn, 64)
+        rig.source.live = 400 + rig.snapshot.kv_cached_buffers + 3 * rig.snapshot.steps + draw.randrange(40)
+        rig.step(20)
+    left = 100_000 - rig.source.live
+    assert rig.snapshot.buffers_per_token == pytest.approx(3, rel=0.05)
+    assert rig.snapshot.tokens_to_exhaustion[BUFFERS] == pytest.approx(left / 3, rel=0.05)
 
 
 def test_without_a_source_the_count_is_absent_and_bytes_are_still_read():
@@ -398,9 +488,9 @@ def test_pressure_goes_the_whole_way_in_order_and_everything_is_recorded(caplog)
     assert first == {Verb.RECLAIM: 750, Verb.HOLD: 850, Verb.ROTATE: 950}
     assert rig.snapshot.pressure == "rotate"
     counts = rig.snapshot.action_counts
-    assert set(counts) == {"flush", "evict_prefix", "clear_pool", "hold", "rotate"}
+    assert set(counts) == {"flush", "clear_pool", "hold", "rotate"}
     assert (counts["hold"], counts["rotate"]) == (1, 1)
-    assert counts["flush"] == counts["evict_prefix"] == counts["clear_pool"] == rig.flushed == rig.evicted
+    assert counts["flush"] == counts["clear_pool"] == rig.flushed > rig.evicted == 0
     rotate = next(action for action in rig.snapshot.actions if action.action == "rotate")
     assert (rotate.reading, rotate.threshold) == (950, pytest.approx(920))
     lines = [record.getMessage() for record in caplog.records]
@@ -412,7 +502,7 @@ def test_a_reclaim_that_the_server_asked_for_reads_again_and_asks_for_nothing():
     rig = Rig(Count(live=800, pool=50, pooled=True))
     assert rig.reclaim() == []
     assert (rig.snapshot.live_settled, rig.snapshot.live_raw) == (800, 800)
-    assert rig.snapshot.action_counts == {"flush": 1, "evict_prefix": 1, "clear_pool": 1}
+    assert rig.snapshot.action_counts == {"flush": 1, "clear_pool": 1}
 
 
 def test_what_the_next_step_takes_counts_before_it_is_taken():
@@ -442,9 +532,53 @@ def test_what_is_left_is_told_until_nothing_may_wait():
 
 
 def test_an_eviction_that_found_nothing_is_no_action():
-    rig = Rig()
-    rig.residency.reclaim(lambda: None, lambda: 0)
+    rig = Rig(Count(live=800))
+    rig.snapshot.kv_cached_buffers = 100
+    rig.residency.reclaim(lambda: None, lambda size, buffers: 0)
     assert "evict_prefix" not in rig.snapshot.action_counts
+
+
+def test_weights_at_82_percent_of_the_limit_cost_no_prefix_and_no_warning(caplog):
+    weights = mx.zeros(10_000_000)
+    mx.eval(weights)
+    rig = Rig(Count(live=820), memory_limit=round(mx.get_active_memory() / 0.82))
+    rig.residency.note_weights()
+    rig.snapshot.kv_cached_buffers, rig.snapshot.kv_cached_bytes = 10, 1000
+    with caplog.at_level(logging.INFO):
+        told = [act for _ in range(1000) for act in rig.step(64)]
+        assert rig.reclaim() == []  # also when the server asks
+    assert (told, rig.evicted, rig.snapshot.pressure, caplog.records) == ([], 0, "calm", [])
+    assert weights.size
+
+
+def test_a_level_that_lasts_warns_of_nothing_and_evicts_nothing_in_vain(caplog):
+    rig = Rig(Count(live=860))
+    rig.snapshot.kv_cached_buffers = 5
+    with caplog.at_level(logging.WARNING):
+        for _ in range(400):
+            for act in rig.step(64):
+                rig.reclaim(act)
+    assert rig.evicted == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "guard: hold at a reading of 860, threshold 850",
+        "pressure: hold, was reclaim",
+    ]
+
+
+def test_prefixes_give_way_before_anything_is_held_up():
+    rig = Rig(Count(live=860))
+    rig.snapshot.kv_cached_buffers = 500
+
+    def evict(size, buffers):
+        assert size == 0
+        rig.source.live -= buffers
+        rig.snapshot.kv_cached_buffers -= buffers
+        return 1
+
+    (act,) = rig.step(64)
+    assert rig.residency.reclaim(lambda: None, evict, act) == []
+    assert (rig.snapshot.pressure, rig.snapshot.live_settled) == ("calm", 699)
+    assert rig.snapshot.kv_cached_buffers == 339
 
 
 # ---------------------------------------------------------------- limits and sources
