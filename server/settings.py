@@ -90,7 +90,9 @@ class EngineSettings(BaseModel):
     wired_limit: bool = Field(True, description="raise the wired limit as mlx-lm does (Metal)")
     prefill_stall_ms: int = Field(250, ge=1, description="longest that prefill holds running rows up")
     prefix_cache: int = Field(
-        2 * 2**30, ge=0, description="bytes of earlier prompts' KV kept (64 prompts at most); 0: off"
+        2 * 2**30,
+        ge=0,
+        description="bytes of earlier prompts' KV kept (64 prompts and half of what weights leave at most); 0: off",
     )
     long_group_interval: int = Field(4, ge=1, le=4, description="long groups step at least each k-th iteration")
     stall_seconds: float = Field(60, gt=0, description="no progress for so long: the engine is replaced")

@@ -52,6 +52,7 @@ IDLE_SECONDS = 1.0
 WAIT_SECONDS = 0.005  # between two looks at grammars being compiled while there is nothing else to do
 BUDGET_SHARE = 0.4  # of prefill_stall_ms that one iteration's chunks aim at; the rest is room for a slow chunk
 ALONE_SECONDS = 1.0  # an iteration's chunks while no row decodes: commands are heeded in between
+PREFIX_SHARE = 0.5  # of the room beside the weights that kept prefixes may fill: they alone never mean pressure
 JOIN_AT_LEAST = 4  # complete prompts that end an iteration's prefill early
 
 log = logging.getLogger("marathon.engine")
@@ -104,7 +105,7 @@ class Loop:
         guard = Guard(settings.guard, settings.census_steps, snapshot)
         watch = Stopwatch(clock)
         snapshot.step_seconds = watch.seconds
-        prefix = PrefixCache(settings.prefix_cache, snapshot)
+        prefix = PrefixCache(min(settings.prefix_cache, int(PREFIX_SHARE * residency.room)), snapshot)
         self._seam = seam
         self._vocabulary = loaded.probe.vocab_size
         self._budget = settings.prefill_stall_ms / 1000 * BUDGET_SHARE

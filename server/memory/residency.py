@@ -328,13 +328,19 @@ class Residency:
 
     def _publish_level(self) -> None:
         level = self.pressure.level
-        before = self._snapshot.pressure
+        before = Level[self._snapshot.pressure.upper()]
         self._snapshot.pressure = level.name.lower()
-        if self._snapshot.pressure != before:
-            severity = logging.WARNING if level >= Level.HOLD else logging.INFO  # below, nobody has to wait
-            log.log(severity, "pressure: %s, was %s", self._snapshot.pressure, before)
+        if level != before:
+            log.log(_severity(before, level), "pressure: %s, was %s", level.name.lower(), before.name.lower())
 
     def _record(self, action: str, reading: float, threshold: float) -> None:
         self._snapshot.record(action, reading, threshold)
         severity = logging.DEBUG if action in HARMLESS else logging.WARNING
         log.log(severity, "guard: %s at a reading of %.0f, threshold %.0f", action, reading, threshold)
+
+
+def _severity(before: Level, level: Level) -> int:
+    """Of a change of level. Below hold no request has to wait, and a busy server comes there often."""
+    if max(before, level) < Level.HOLD:
+        return logging.DEBUG
+    return logging.WARNING if level >= Level.HOLD else logging.INFO

@@ -771,3 +771,26 @@ def test_a_model_that_fills_most_of_the_limit_still_has_a_prefix_cache(family, s
     assert caplog.records == []
     assert next(ticks) > 100, "a reading now and then"
     assert weights.size
+
+
+def test_kept_prefixes_alone_never_mean_pressure():
+    """Whatever budget was asked for: more of them than the room beside the weights could hold."""
+    ticks = itertools.count(step=0.25)
+    mx.eval(model("llama").parameters())
+    limit = mx.get_active_memory() + 30 * sum(cost.bytes(120) for cost in row_cost(model("llama")))
+    levels = []
+
+    def opened(settings, snapshot):
+        residency = Residency(NoCount("none"), settings, snapshot, lambda: next(ticks))
+        residency.note_weights()
+        return residency
+
+    engine = Engine("llama", residency=opened, memory_limit=limit, prefix_cache="1GiB")
+    for seq in range(70):
+        engine.submit(row(seq, prompt(250, seq), max_tokens=4))
+        engine.run()
+        engine.turn()
+        levels.append(engine.snapshot.pressure)
+    assert set(levels) == {"calm"}
+    assert set(engine.snapshot.prefix_evictions) == {"bytes"}
+    assert engine.snapshot.prefix_entries > 10
