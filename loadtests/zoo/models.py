@@ -146,6 +146,20 @@ def _drawn(config: dict[str, Any]) -> dict[str, Any]:
     return weights
 
 
+def build(name: str) -> Any:
+    """The model of a recipe with a `config`, in memory and evaluated."""
+    import mlx.core as mx
+    from mlx_lm.utils import _get_classes
+
+    config = _filled(RECIPES[name])
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(json.loads(json.dumps(config))))
+    model.load_weights(list(_drawn(config).items()))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
 def _dull(weights: dict[str, Any]) -> None:
     """Scale down the output rows of tokens without text of their own."""
     import mlx.core as mx

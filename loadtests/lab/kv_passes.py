@@ -1,0 +1,107 @@
+"""Decode latency against the bytes of the cache. Measured in a child; see `loadtests.kv_passes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+
+from loadtests.lab import caches, line, shapes
+from loadtests.lab.decoding import step_seconds
+from server.batching import Batch
+from server.cache_guard import Guard
+from server.compute.rows import Row
+from server.ipc.messages import Sampling, Sequence, Snapshot
+
+MIB = 1 << 20
+COPIES = 9
+FOREVER = 1 << 30
+LOOPS = ("marathon", "marathon beside")
+
+
+def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a context, the first context once more at the end, and one for the line through all of them.
+
+    `values`: shape, kind (of cache, or one of LOOPS), contexts, warm, steps, copy_mib.
+    """
+    copied = copy_bandwidth(values["copy_mib"] * MIB)
+    model = shapes.build(values["shape"])
+    contexts = values["contexts"]
+    rows = [point(model, values, context) for context in [*contexts, contexts[0]]]
+    found = line.fit([row["kv_bytes"] for row in rows[:-1]], [row["ms"] for row in rows[:-1]])
+    effective = 1e-6 / found.slope  # bytes a millisecond → GB a second
+    rows[-1]["point"] = "again"
+    summary = {
+        "point": "line",
+        "intercept_ms": found.intercept,
+        "gb_s": effective,
+        "copy_gb_s": copied,
+        "passes": copied / effective,
+        "r2": found.r2,
+        "again": rows[-1]["ms"] / rows[0]["ms"],
+    }
+    return [*rows, summary]
+
+
+def copy_bandwidth(size: int) -> float:
+    """GB a second of a copy of `size` bytes; what is read counts, and what is written."""
+    source = mx.zeros((size // 4,), dtype=mx.float32)
+    mx.eval(source)
+    times = []
+    for _ in range(COPIES):
+        started = perf_counter()
+        mx.eval(source + 1)
+        times.append(perf_counter() - started)
+    return 2e-9 * size / median(times)
+
+
+def point(model: Any, values: dict[str, Any], context: int) -> dict[str, Any]:
+    """The median step over a cache of `context` positions."""
+    mx.clear_cache()
+    make_step = loop_step if values["kind"] in LOOPS else cache_step
+    step, held = make_step(model, values["kind"], context)
+    seconds = step_seconds(step, values["warm"], values["steps"])
+    return {"point": "context", "context": context, "kv_bytes": held, "ms": 1e3 * seconds}
+
+
+def cache_step(model: Any, kind: str, context: int) -> tuple[Callable[[], None], int]:
+    """A step of the bare model over caches of a kind, and the bytes that they hold."""
+    layers = caches.fill(model, caches.make(model, kind, context), context)
+    token = mx.array([[11]])
+
+    def step() -> None:
+        mx.eval(mx.argmax(model(token, cache=layers)[:, -1], axis=-1))
+
+    return step, caches.position_bytes(layers, context)
+
+
+def loop_step(model: Any, kind: str, context: int) -> tuple[Callable[[], None], int]:
+    """A step of Marathon's batch: one row alone, or beside one of twice its length, to which it is then padded."""
+    lengths = [context]
+    if kind == "marathon beside":
+        lengths.append(2 * context)
+    batch = batch_of(model, lengths)
+
+    def step() -> None:
+        batch.step()
+        mx.synchronize()
+
+    return step, caches.position_bytes(batch.caches, max(lengths))
+
+
+def batch_of(model: Any, lengths: list[int], *, guarded: bool = True) -> Batch:
+    """Marathon's batch with a row of each length, whose caches are filled."""
+    batch = Batch(model, Guard(guarded, FOREVER, Snapshot()))
+    batch.join([row_of(model, number, length) for number, length in enumerate(lengths)])
+    return batch
+
+
+def row_of(model: Any, number: int, length: int) -> Row:
+    """A greedy row without an end that holds `length` positions."""
+    layers = caches.fill(model, caches.make(model, "step", length), length)
+    prompt = shapes.prompt_of(length + 1, 2000)
+    asked = Sequence(prompt, Sampling(seed=number, temperature=0), FOREVER)
+    return Row(number, asked, list(prompt), layers)
