@@ -1,10 +1,10 @@
 """Fused attention against attention in steps: `python -m loadtests.attention_paths [--shape small starter]`.
 
-Runs the same model with `mx.fast.scaled_dot_product_attention` and with matrix product, mask, softmax, matrix product in
-its place, over mlx-lm's step-allocated cache: peak memory, prefill tok/s, first token and decode tok/s as
+Runs the same model with `mx.fast.scaled_dot_product_attention` and with matrix product, mask, softmax, matrix product
+in its place, over mlx-lm's step-allocated cache: peak memory, prefill tok/s, first token and decode tok/s as
 `loadtests.cache_kinds` measures them. Then compares the logits of both ways at the end of prompts: the top token may
-differ only where the margin between the steps' two best is smaller than the difference of both ways. Writes one CSV row
-a run; its exit code is 0 when that rule holds everywhere.
+differ only where the margin between the steps' two best is smaller than the difference of both ways. Writes one CSV
+row a run; its exit code is 0 when that rule holds everywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def experiment(asked: argparse.Namespace) -> Experiment:
     cases = []
     for shape in asked.shape:
         for prompt in asked.prompts:
-            cases += [Case({"shape": shape, "path": path, "prompt": prompt} | common, prompt) for path in ("steps", "fused")]
+            cases += [
+                Case({"shape": shape, "path": path, "prompt": prompt} | common, prompt) for path in ("steps", "fused")
+            ]
         cases += [Case({"shape": shape, "prompt": prompt}, prompt) for prompt in asked.compared]
     return Experiment("attention_paths", COLUMNS, cases, judge)
 
@@ -45,8 +47,8 @@ def judge(rows: list[Row]) -> list[Bound]:
     compared = [row for row in rows if "positions" in row]
     return [
         Bound(
-            f"{row['shape']}, {row['prompt']} tokens: the top token differs at {row['top_differs']} of {row['positions']} "
-            f"positions, {row['against_the_rule']} of them no near tie",
+            f"{row['shape']}, {row['prompt']} tokens: the top token differs at {row['top_differs']} of "
+            f"{row['positions']} positions, {row['against_the_rule']} of them no near tie",
             not row["against_the_rule"],
         )
         for row in compared

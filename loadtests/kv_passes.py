@@ -1,10 +1,11 @@
 """How often a decode step goes through the cache: `python -m loadtests.kv_passes [--shape small] [--kinds step …]`.
 
-Times decode steps over caches of 512 to 32,768 positions (five steps to warm up, the median of fifty), the shortest once
-more at the end, and fits a line of latency against the bytes of keys and values. Its intercept is a step over an empty
-cache; its slope gives the effective GB/s, and the copy bandwidth divided by that the passes. One process a kind of cache;
-besides mlx-lm's, Marathon's own batch with one row, and with a second one twice as long. Caches are filled with random
-keys and values. Writes one CSV row a point and one a line; its exit code is 0 when every R² is at least `--r2`.
+Times decode steps over caches of 512 to 32,768 positions (five steps to warm up, the median of fifty), the shortest
+once more at the end, and fits a line of latency against the bytes of keys and values. Its intercept is a step over an
+empty cache; its slope gives the effective GB/s, and the copy bandwidth divided by that the passes. One process a kind
+of cache; besides mlx-lm's, Marathon's own batch with one row, and with a second one twice as long. Caches are filled
+with random keys and values. Writes one CSV row a point and one a line; its exit code is 0 when every R² is at least
+`--r2`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def experiment(asked: argparse.Namespace) -> Experiment:
 
     def judge(rows: list[Row]) -> list[Bound]:
         return [
-            Bound(f"{row['shape']}, {row['kind']}: {row['passes']:.2f} passes, R² {row['r2']:.4f}", row["r2"] >= asked.r2)
+            Bound(
+                f"{row['shape']}, {row['kind']}: {row['passes']:.2f} passes, R² {row['r2']:.4f}", row["r2"] >= asked.r2
+            )
             for row in rows
             if row["point"] == "line"
         ]

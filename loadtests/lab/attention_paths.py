@@ -1,4 +1,6 @@
-"""Fused attention against attention in steps inside the same model. Measured in a child; see `loadtests.attention_paths`."""
+"""Fused attention against attention in steps inside the same model. Measured in a child; see
+`loadtests.attention_paths`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def in_steps(
     scale: float,
     mask: Any = None,
     sinks: mx.array | None = None,
-    **_: Any,
+    **rest: Any,
 ) -> mx.array:
     """Attention as matrix product, mask, softmax, matrix product. [B, H, L, D], [B, K, S, D] twice → [B, H, L, D].
 
@@ -31,7 +33,7 @@ def in_steps(
     """
     if sinks is not None:
         raise NotImplementedError("attention sinks in steps")
-    rows, heads, length, _ = queries.shape
+    rows, heads, length = queries.shape[:3]
     groups = keys.shape[1]
     grouped = queries.reshape(rows, groups, heads // groups, length, -1)
     scores = (grouped * scale) @ keys[:, :, None].swapaxes(-1, -2)
@@ -50,19 +52,21 @@ def _masked(scores: mx.array, mask: Any, heads: int) -> mx.array:
         mask = mask[:, :, None] if mask.shape[1] == 1 else mask.reshape(*scores.shape[:3], *mask.shape[2:])
     if mask.dtype == mx.bool_:
         return mx.where(mask, scores, mx.finfo(scores.dtype).min)
-    return scores + mask
+    added: mx.array = scores + mask
+    return added
 
 
 @contextmanager
 def path(name: str) -> Iterator[None]:
     """Within it models attend in that way: `fused` or `steps`."""
-    fused = mx.fast.scaled_dot_product_attention
+    attribute = "scaled_dot_product_attention"
+    fused = getattr(mx.fast, attribute)
     if name == "steps":
-        mx.fast.scaled_dot_product_attention = in_steps
+        setattr(mx.fast, attribute, in_steps)
     try:
         yield
     finally:
-        mx.fast.scaled_dot_product_attention = fused
+        setattr(mx.fast, attribute, fused)
 
 
 def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -102,6 +106,6 @@ def newest_logits(model: Any, prompt: list[int]) -> mx.array:
     if prompt[:-POSITIONS]:
         model(mx.array([prompt[:-POSITIONS]]), cache=caches)
         settle(caches)
-    logits = model(mx.array([prompt[-POSITIONS:]]), cache=caches)[0].astype(mx.float32)
+    logits: mx.array = model(mx.array([prompt[-POSITIONS:]]), cache=caches)[0].astype(mx.float32)
     mx.eval(logits)
     return logits

@@ -1,4 +1,6 @@
-"""What a kind of KV cache costs: peak memory, prefill, first token, decode. Measured in a child; see `loadtests.cache_kinds`."""
+"""What a kind of KV cache costs: peak memory, prefill, first token, decode. Measured in a child; see
+`loadtests.cache_kinds`.
+"""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ class ContiguousKVCache(ConcatenateKVCache):  # type: ignore[misc]
     """The concatenating cache with a contiguous copy of its keys and values after each step."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        super().update_and_fetch(keys, values)
-        self.keys = mx.contiguous(self.keys)
-        self.values = mx.contiguous(self.values)
+        self.keys, self.values = map(mx.contiguous, super().update_and_fetch(keys, values))
         return self.keys, self.values
 
 
@@ -50,7 +48,6 @@ KINDS: dict[str, Callable[[int, int], Any]] = {  # of a window and the size of a
     "quantised": _quantised,
     "batched": lambda window, head_dim: BatchKVCache([0]),
 }
-EXACT = ("concatenate", "contiguous", "step")  # the same attention over the same values
 
 
 def head_dim_of(model: Any) -> int:
@@ -69,15 +66,13 @@ def make(model: Any, kind: str, window: int) -> list[Any]:
     `window`: positions that a rotating cache keeps.
     """
     head_dim = head_dim_of(model)
-    return [
-        KINDS[kind](window, head_dim) if type(layer) is KVCache else layer for layer in make_prompt_cache(model)
-    ]
+    return [KINDS[kind](window, head_dim) if type(layer) is KVCache else layer for layer in make_prompt_cache(model)]
 
 
 def fill(model: Any, caches: list[Any], length: int) -> list[Any]:
     """The caches with `length` positions, of which the first few were read and the others are random. Evaluated.
 
-    A state that doesn't grow stays as the first few tokens left it. Raises ValueError where `length` is less than those.
+    A state that doesn't grow stays as the first tokens left it. Raises ValueError for fewer than those.
     """
     if length < SEED_TOKENS:
         raise ValueError(f"a cache is filled with {SEED_TOKENS} tokens at least, not {length}")
@@ -88,14 +83,16 @@ def fill(model: Any, caches: list[Any], length: int) -> list[Any]:
     settle(caches)
     for layer, plain in zip(caches, shapes, strict=True):
         if type(plain) is KVCache:
-            _fill_layer(layer, *plain.keys_and_values(), length - SEED_TOKENS)
+            _fill_layer(layer, plain, length - SEED_TOKENS)
     return caches
 
 
-def _fill_layer(layer: Any, keys: mx.array, values: mx.array, left: int) -> None:
+def _fill_layer(layer: Any, plain: KVCache, left: int) -> None:
+    """`plain` has the shapes of the keys and values that the layer is to hold."""
     while left:
         size = min(CHUNK, left)
-        pair = [mx.random.normal((*part.shape[:2], size, part.shape[3]), dtype=part.dtype) for part in (keys, values)]
+        held = plain.keys_and_values()
+        pair = [mx.random.normal((*part.shape[:2], size, part.shape[3]), dtype=part.dtype) for part in held]
         layer.update_and_fetch(*pair)
         settle([layer])
         left -= size

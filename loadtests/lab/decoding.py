@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_repetition_penalty
 
 from server.cache_guard import settle
+from server.compute.rows import on_host
 
 PENALTY = 1.1
 PENALISED = 64  # newest tokens that the penalty looks at
@@ -53,14 +54,14 @@ def generate(model: Any, caches: list[Any], prompt: list[int], tokens: int) -> G
         return drawn
 
     newest = step(mx.array(prompt[-1:]))
-    ids = [int(newest.item())]
+    ids = [on_host(newest)[0]]
     first = perf_counter() - started
     newest = step(newest)
     for _ in range(tokens - 2):
         following = step(newest)
-        ids.append(int(newest.item()))
+        ids.append(on_host(newest)[0])
         newest = following
-    ids.append(int(newest.item()))
+    ids.append(on_host(newest)[0])
     return Generation(prefill, first, perf_counter() - started - first, ids)
 
 

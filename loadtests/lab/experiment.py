@@ -30,10 +30,12 @@ RESULTS = harness.ROOT / "results" / "lab"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement: the values that it is given, and its share of the time (1 is usual)."""
+    """One measurement: the values that it is given, its share of the time (1 is usual), and the module in
+    `loadtests.lab` whose `measure` takes it, where that isn't the program's own."""
 
     values: dict[str, Any]
     cost: float = 1.0
+    module: str = ""
 
     def words(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.values.items() if not isinstance(value, list))
@@ -188,7 +190,7 @@ def carry_out(experiment: Experiment, arguments: argparse.Namespace) -> int:
 def _rows_of(experiment: Experiment, case: Case, arguments: argparse.Namespace) -> list[Row]:
     asked = {name: value for name, value in case.values.items() if name in experiment.columns}
     try:
-        found = measure(experiment.name, case.values, arguments.limit)
+        found = measure(case.module or experiment.name, case.values, arguments.limit)
     except harness.Failed as error:
         print(f"{experiment.name}: {case.words()}: {error}", file=sys.stderr, flush=True)
         return [asked | {"error": str(error)}]

@@ -77,6 +77,8 @@ RECIPES = {
     "wide": Recipe("llama", 49_152, 2),
     "gemma3_text": Recipe("gemma3_text", 2048),
     "qwen3_5": Recipe("qwen3_5", 2048),
+    "smollm3": Recipe("smollm3", 2048),
+    "llama": Recipe("llama", 2048),
     "llama-1b": Recipe("llama", 49_152, config=LLAMA_1B),
     "hybrid-1b": Recipe("qwen3_5", 49_152, config=HYBRID_1B),
 }

@@ -1,0 +1,244 @@
+"""The laboratory on tiny models: each measurement gives what it promises, and each bound can be missed."""
+
+import json
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from loadtests import attention_paths, cache_kinds, count, gpu_lab, harness, kv_passes, pinned, residency, zoo
+from loadtests.lab import attention_paths as paths
+from loadtests.lab import caches, counting, experiment, line, suite
+from loadtests.lab import kv_passes as passes
+from loadtests.lab import pinned as weights_of
+from loadtests.lab import residency as leaks
+from server.memory.allocator import CountUnavailable
+from server.memory.native_count import open_count
+
+PROGRAMS = [attention_paths, cache_kinds, count, gpu_lab, kv_passes, pinned, residency]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return zoo.build("llama")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    try:
+        counter = open_count(tmp_path_factory.mktemp("native"), None)
+    except CountUnavailable as reason:
+        pytest.skip(str(reason))
+    yield counter
+    counter.remove()
+
+
+@pytest.fixture
+def built_once(monkeypatch, llama):
+    monkeypatch.setattr("loadtests.lab.shapes.build", lambda name: llama)
+
+
+# ---------------------------------------------------------------- the shared parts
+def test_a_line_is_fitted_with_its_r2():
+    found = line.fit([1, 2, 3], [3, 5, 7])
+    assert (found.intercept, found.slope, found.r2) == pytest.approx((1, 2, 1))
+    assert line.fit([1, 2, 3], [1, 5, 1]).r2 == pytest.approx(0)
+    assert found.at(10) == pytest.approx(21)
+
+
+def test_a_case_is_measured_in_a_process_of_its_own_and_a_failed_one_leaves_a_row(tmp_path, capsys):
+    asked = attention_paths.parse(
+        ["--out", str(tmp_path), "--shape", "llama", "nowhere", "--prompts", "--commit", "abc"]
+    )
+    asked.compared = [70]
+    assert experiment.carry_out(attention_paths.experiment(asked), asked) == 1
+    whole, failed = experiment.read_rows(tmp_path / "attention_paths.csv")
+    assert (whole["positions"], whole["against_the_rule"], whole["commit"]) == (64, 0, "abc")
+    assert all(whole[name] for name in ("mlx", "device", "backend", "system", "python"))
+    assert min(whole["drift"], whole["process_peak_mib"]) > 0
+    assert failed["shape"] == "nowhere"
+    assert "ended" in failed["error"]
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_rows_of_other_columns_are_not_mixed(tmp_path):
+    with experiment.Sheet(tmp_path, "x", ["a", "b"]) as sheet:
+        sheet.write({"a": 1.23456789, "b": "words"})
+    with experiment.Sheet(tmp_path, "x", ["a", "b"]) as sheet:
+        sheet.write({"a": 2})
+    assert experiment.read_rows(tmp_path / "x.csv") == [{"a": 1.23457, "b": "words"}, {"a": 2, "b": ""}]
+    with pytest.raises(harness.Failed, match="other columns"):
+        experiment.Sheet(tmp_path, "x", ["a", "c"])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_program_explains_itself(program, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.parse(["--help"])
+    assert ended.value.code == 0
+    assert f"loadtests.{program.__name__.rpartition('.')[2]}" in capsys.readouterr().out
+
+
+def test_a_suite_goes_on_after_a_part_that_fails_and_names_it(tmp_path, capfd):
+    parts = [suite.Part("nothing_of_that_name", (), 1), suite.Part("pinned", ("--help",), 1)]
+    assert suite.run(parts, tmp_path, 60, "abc") == 1
+    printed = capfd.readouterr().out
+    assert "loadtests.pinned --help: done" in printed
+    assert "NOT AS IT SHOULD BE  loadtests.nothing_of_that_name" in printed
+    assert suite.run(parts[1:], tmp_path, 0, "abc") == 1
+    assert "no time left" in capfd.readouterr().out
+
+
+def test_every_part_of_the_gpu_subset_is_understood():
+    programs = {program.__name__.rpartition(".")[2]: program for program in PROGRAMS}
+    for part in (*gpu_lab.parts(), *gpu_lab.quick_parts()):
+        asked = programs[part.program].parse(list(part.arguments))
+        assert programs[part.program].experiment(asked).cases
+    assert sum(part.seconds for part in gpu_lab.parts()) <= 8 * 60
+
+
+# ---------------------------------------------------------------- caches
+@pytest.mark.parametrize("kind", caches.KINDS)
+def test_each_kind_of_cache_is_filled_and_goes_on(llama, kind):
+    layers = caches.fill(llama, caches.make(llama, kind, 40), 40)
+    assert llama(mx.array([[5]]), cache=layers).shape == (1, 1, zoo.VOCABULARY)
+    full = 4 * 2 * 2 * 32 * 4 * 40  # layers, keys and values, heads, their size, float32, positions
+    found = caches.position_bytes(layers, 40)
+    assert found < full / 2 if kind == "quantised" else found == full
+
+
+def test_a_cache_can_not_be_filled_with_next_to_nothing(llama):
+    with pytest.raises(ValueError, match="at least"):
+        caches.fill(llama, caches.make(llama, "step", 0), 1)
+
+
+@pytest.mark.parametrize("kind", ["step", "marathon", "marathon beside"])
+def test_passes_come_with_a_line_and_the_first_point_once_more(built_once, kind):
+    values = {"shape": "llama", "kind": kind, "contexts": [32, 64], "warm": 1, "steps": 2, "copy_mib": 1}
+    *points, last = passes.measure(values)
+    assert [(row["point"], row["context"]) for row in points] == [("context", 32), ("context", 64), ("again", 32)]
+    assert last["point"] == "line"
+    assert min(last["again"], last["copy_gb_s"]) > 0
+    ratio = points[1]["kv_bytes"] / points[0]["kv_bytes"]
+    assert ratio == pytest.approx(2)
+
+
+def test_attention_in_steps_is_attention(llama):
+    prompt = mx.array([list(range(3, 40))])
+    fused = llama(prompt, cache=make_prompt_cache(llama))
+    with paths.path("steps"):
+        assert mx.fast.scaled_dot_product_attention is paths.in_steps
+        steps = llama(prompt, cache=make_prompt_cache(llama))
+    assert mx.fast.scaled_dot_product_attention is not paths.in_steps
+    assert mx.allclose(fused, steps, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 9), (2, 4, 5, 9), (5, 9)])
+@pytest.mark.parametrize("boolean", [True, False])
+def test_attention_in_steps_takes_every_mask(shape, boolean):
+    queries = mx.random.normal((2, 4, 5, 8))
+    keys, values = mx.random.normal((2, 2, 9, 8)), mx.random.normal((2, 2, 9, 8))
+    mask = mx.random.uniform(shape=shape) > 0.3
+    mask[..., 0] = True
+    if not boolean:
+        mask = mx.where(mask, 0.0, -1e9)
+    fused = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.3, mask=mask)
+    assert mx.allclose(paths.in_steps(queries, keys, values, scale=0.3, mask=mask), fused, atol=1e-5)
+
+
+# ---------------------------------------------------------------- what is kept alive
+def test_bare_patterns_lose_what_they_should(source):
+    found = {name: leaks.bare(step, source, 500) for name, step in leaks.PATTERNS.items()}
+    rows = [{"pattern": name} | row for name, row in found.items()]
+    bounds = residency.judge(rows)
+    assert len(bounds) == 3
+    assert [bound.words for bound in bounds if not bound.holds] == []
+    assert not residency.judge([{"pattern": name} | found["x = x - 1, never evaluated"] for name in found])[-1].holds
+
+
+def test_a_family_leaks_alone_in_mlx_lm_until_the_predicted_end(source):
+    row = {"family": "qwen3_5", "arm": "mlx_lm alone", "limit": 1200}
+    row |= leaks.of_family("qwen3_5", "mlx_lm alone", source, 480, 1200)
+    assert row["buffers_a_step"] == pytest.approx(2, rel=0.05)
+    assert "left_padding" in row["holders"]
+    assert [bound.holds for bound in residency.judge([row])] == [True, True]
+    assert row["ceiling_metal"] == pytest.approx(499_000 / 2, rel=0.06)
+    assert not residency.judge([row | {"expected": 3.0}])[0].holds
+
+
+@pytest.mark.parametrize("family", ["llama", "rwkv7"][:1])
+def test_marathon_pins_what_it_owns(monkeypatch, family):
+    monkeypatch.setattr("loadtests.lab.shapes.build", zoo.build)
+    rows = [{"shape": family} | row for row in weights_of.measure({"shape": family})]
+    bounds = pinned.judge(rows)
+    assert [bound.words for bound in bounds if not bound.holds] == []
+    assert len(bounds) == 6
+    assert rows[-1]["moment"] == pinned.THEIRS
+
+
+# ---------------------------------------------------------------- counting
+def test_thousands_have_their_speed_and_their_gaps():
+    times = [0.01 * i for i in range(1001)]
+    found = counting.by_thousand(3, times, rows=2)
+    assert found["tok_s"] == pytest.approx(200)
+    assert (found["p50_ms"], found["p99_ms"]) == pytest.approx((10, 10))
+
+
+@pytest.mark.parametrize(("text", "right"), [("1, 2, 3, 5", 3), ("Sure: 1,2,3.", 3), ("2 3", 0), ("", 0)])
+def test_numbers_are_counted_until_one_is_wrong(text, right):
+    assert counting.numbers_in_order(text) == right
+
+
+def test_a_curve_is_measured_without_a_server(tmp_path, capsys):
+    arguments = ["--shape", "llama", "--direct", "--tokens", "2000", "--rows", "2", "--real", "20"]
+    asked = count.parse([*arguments, "--out", str(tmp_path)])
+    assert experiment.carry_out(count.experiment(asked), asked) == 0
+    rows = experiment.read_rows(tmp_path / "count.csv")
+    assert [row["thousand"] for row in rows] == [1, 2]
+    assert rows[0]["tok_s"] > 0
+    assert rows[1]["kv_mib"] > 1.5 * rows[0]["kv_mib"]
+    capsys.readouterr()
+
+
+def test_the_bounds_of_a_curve_can_be_missed():
+    common = {"shape": "llama", "way": "http", "rows": 1}
+    rows = [common | {"thousand": n, "tok_s": 100.0 - 2 * n, "live_buffers": 90.0} for n in range(1, 21)]
+    reference = {"shape": "llama", "way": "reference", "bare_second_ms": 10.0, "bare_last_ms": 14.0}
+    assert [bound.holds for bound in count.judge([*rows, reference])] == [True, True]
+    assert [bound.holds for bound in count.judge([*rows, reference | {"bare_last_ms": 11.0}])] == [True, False]
+    leaking = [row | {"live_buffers": 90 + 47_000.0 * row["thousand"]} for row in rows]
+    assert [bound.holds for bound in count.judge([*leaking, reference])] == [False, True]
+
+
+def test_the_near_tie_rule_can_be_broken():
+    row = {"shape": "llama", "prompt": 512, "positions": 64, "top_differs": 1, "against_the_rule": 0}
+    assert attention_paths.judge([row])[0].holds
+    assert not attention_paths.judge([row | {"against_the_rule": 1}])[0].holds
+
+
+def test_kinds_of_cache_are_held_to_each_other():
+    row = {"shape": "small", "prompt": 2049, "kind": "concatenate", "peak_mib": 200.0, "ids": "1 2"}
+    assert all(bound.holds for bound in cache_kinds.judge([row, row | {"kind": "step", "peak_mib": 190.0}]))
+    worse = row | {"kind": "step", "peak_mib": 220.0, "ids": "1 3"}
+    assert [bound.holds for bound in cache_kinds.judge([row, worse])] == [False, False]
+
+
+def test_the_whole_command_answers_with_an_exit_code(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "loadtests.kv_passes",
+        "--shape",
+        "llama",
+        "--kinds",
+        "step",
+        "--out",
+        str(tmp_path),
+    ]
+    command += ["--contexts", "32", "64", "--warm", "1", "--steps", "2", "--copy-mib", "1", "--r2", "2"]
+    done = subprocess.run(command, env=harness.environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "MISSED  llama, step" in done.stdout
+    assert json.dumps([row["point"] for row in experiment.read_rows(tmp_path / "kv_passes.csv")])
