@@ -17,6 +17,7 @@ from server.api import chat
 from server.api.input import generic_tools, refusals, tools
 from server.api.input.schema import ChatRequest
 from server.api.input.turns import spoken
+from server.api.prepare import render
 from server.errors import RequestError
 from server.settings import load
 from server.text.templates.conversation import fit
@@ -115,7 +116,7 @@ def prompt(tokenizer: Tokenizer, asked: Conversation) -> list[int]:
     """The ids that the model reads; raises RequestError as the server would answer."""
     request = ChatRequest.model_validate(asked.body)
     refusals.check_chat(request, load({}))
-    return chat.render(tokenizer, request, tools.read(request)).ids
+    return render(tokenizer, chat.conversation(request, load({}))).ids
 
 
 def fault(tokenizer: Tokenizer, letters: str, *, offers: bool, typed: str = "") -> str | None:

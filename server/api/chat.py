@@ -1,34 +1,32 @@
 """POST /v1/chat/completions.
 
-Owns the understanding of a chat request. Everything up to the sequences happens in the worker thread; then the event
-loop opens and follows them (`respond`).
+Owns the understanding of a chat request, and the form of its answer. Both happen in the worker thread; what lies
+between is every protocol's (`prepare`, `respond`).
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.context import AppContext, ServedModel
-from server.api.input import body, generic_tools, refusals, response_format, tools
+from server.api.input import body, refusals, response_format, tools
+from server.api.input.conversation import Conversation
 from server.api.input.members import unknown
 from server.api.input.schema import ChatRequest
-from server.api.input.sequences import Bounds, most_tokens, predicted, sequences, truncated
+from server.api.input.sequences import Bounds, predicted
 from server.api.input.turns import spoken, text_of
-from server.api.middleware.access import record_of
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.output.chat import ChatForm
 from server.api.output.options import Extras
-from server.api.output.respond import PreparedRequest, respond
+from server.api.output.respond import PreparedRequest, answer
 from server.api.output.schema import ChatCompletion, ChatCompletionChunk
-from server.text.detokenizer import TextState
-from server.text.tokenizer import ChatPrompt, Tokenizer
+from server.api.prepare import prepared
+from server.settings import Settings
 
 ENDPOINT = "chat"
 
@@ -44,10 +42,7 @@ def routes(served: AppContext, prefix: str) -> APIRouter:
     )
     async def chat_completions(http: Request) -> Response:
         """The model's next turn of a conversation, whole or as an event stream."""
-        record_of(http.scope).endpoint = ENDPOINT
-        content = await body.read(http, served.settings.max_body_bytes)
-        bounds = Bounds.of(await served.known(), served.settings)
-        return await respond(served, http, ENDPOINT, await served.prepare(prepare, content, bounds))
+        return await answer(served, http, ENDPOINT, prepare)
 
     return router
 
@@ -57,80 +52,32 @@ def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequ
     request = body.validate(ChatRequest, content)
     served.check_model(request.model)
     refusals.check_chat(request, served.settings)
-    tokenizer = served.tokenizer
-    wish = tools.read(request)
-    form = response_format.read(request, served.settings)
-    prompt = render(tokenizer, request, wish, most_tokens(request, bounds))
-    default = served.settings.default_max_tokens
-    max_tokens = request.max_completion_tokens or request.max_tokens or predicted(request, default)
-    bounds.check_ids(prompt.ids, "messages")
-    ids = truncated(prompt.ids, request, bounds, max_tokens)
-    constraint = tools.constraint(
-        form,
-        wish,
-        prompt,
-        tokenizer,
-        rows=bounds.vocabulary,
+    said = conversation(request, served.settings)
+    return prepared(served, said, bounds, _form(request, said, served), unknown(request))
+
+
+def conversation(request: ChatRequest, settings: Settings) -> Conversation:
+    """The request in no protocol's words."""
+    most = request.max_completion_tokens or request.max_tokens
+    logprobs = -1
+    if request.logprobs:
+        logprobs = request.top_logprobs or 0
+    return Conversation(
+        messages=spoken(request.messages),
+        sampling=request,
+        tools=tools.read(request),
+        form=response_format.read(request, settings),
+        max_tokens=most or predicted(request, settings.default_max_tokens),
+        logprobs=logprobs,
+        effort=request.effort,
+        variables=request.chat_template_kwargs or {},
         thinks=tools.thinks(request),
         continues=bool(request.continue_final_message),
-        prove=served.prover.fault,
-    )
-    made = sequences(
-        request,
-        [ids],
-        tokenizer=tokenizer,
-        bounds=bounds,
-        max_tokens=max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
-        grammar=constraint.grammar if constraint else None,
-        marks=prompt.marks if ids is prompt.ids else [len(ids)],
-    )
-    follows = {}
-    if constraint:
-        follows = {"follows": True, "reasons": constraint.reasons}
-    spelled = {"rows": bounds.vocabulary, "stop_ids": made[0].stop_ids}
-    texts = [_text(request, wish, prompt, tokenizer, **spelled, **follows) for _ in made]
-    return PreparedRequest(request, made, texts, _form(request, wish, served), unknown(request))
-
-
-def render(tokenizer: Tokenizer, request: ChatRequest, wish: tools.ToolOptions, most: int | None = None) -> ChatPrompt:
-    """The conversation as the model reads it. Raises ContextLengthError where it's far longer than `most` tokens."""
-    messages, offered = generic_tools.rewritten(tokenizer, spoken(request.messages), wish.for_template)
-    return tokenizer.chat(
-        messages,
-        tools=offered,
-        kwargs=request.chat_template_kwargs,
-        reasoning_effort=request.effort,
-        continue_final_message=bool(request.continue_final_message),
-        begin_answer=request.add_generation_prompt is not False,
-        most=most,
+        begins=request.add_generation_prompt is not False,
     )
 
 
-def _text(
-    request: ChatRequest, wish: tools.ToolOptions, prompt: ChatPrompt, tokenizer: Tokenizer, **more: Any
-) -> TextState:
-    return TextState(
-        tokenizer,
-        stops=[stop for stop in request.stop or [] if stop],
-        tools=wish.for_template,
-        reasoning=prompt.reasoning,
-        continues=bool(request.continue_final_message),
-        show_special=request.shows_special,
-        earlier_calls=list(_earlier_calls(request)),
-        **more,
-    )
-
-
-def _earlier_calls(request: ChatRequest) -> Iterator[str]:
-    """The ids that the conversation's calls and results have."""
-    for message in request.messages:
-        yield from (call.id for call in message.tool_calls or [] if call.id)
-        if message.tool_call_id:
-            yield message.tool_call_id
-
-
-def _form(request: ChatRequest, wish: tools.ToolOptions, served: ServedModel) -> ChatForm:
+def _form(request: ChatRequest, said: Conversation, served: ServedModel) -> ChatForm:
     head = {
         "id": "chatcmpl-" + secrets.token_hex(12),
         "object": "chat.completion.chunk",
@@ -145,7 +92,7 @@ def _form(request: ChatRequest, wish: tools.ToolOptions, served: ServedModel) ->
         head,
         served.tokenizer,
         Extras.of(request, top),
-        only_calls=wish.forced,
+        only_calls=said.tools.forced,
         thoughts=request.shows_reasoning,
         echo=_echo(request),
         verbose=bool(request.verbose),

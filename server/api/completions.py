@@ -19,15 +19,14 @@ from server.api.input import body, refusals, response_format
 from server.api.input.members import unknown
 from server.api.input.schema import CompletionRequest, Prompt
 from server.api.input.sequences import COMPLETION_TOKENS, Bounds, most_tokens, predicted, sequences, truncated
-from server.api.middleware.access import record_of
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.output.choices import Choice
 from server.api.output.logprobs import Lists, merged
 from server.api.output.options import Extras, usage_so_far
-from server.api.output.respond import PreparedRequest, respond
+from server.api.output.respond import PreparedRequest, answer
 from server.api.output.schema import TextCompletion
-from server.api.output.sse import event
+from server.api.output.sse import DONE, DataEvents, event
 from server.errors import InvalidValue
 from server.grammar import build
 from server.ipc.messages import Grammar
@@ -48,10 +47,7 @@ def routes(served: AppContext, prefix: str) -> APIRouter:
     )
     async def completions(http: Request) -> Response:
         """What follows a text, whole or as an event stream."""
-        record_of(http.scope).endpoint = ENDPOINT
-        content = await body.read(http, served.settings.max_body_bytes)
-        bounds = Bounds.of(await served.known(), served.settings)
-        return await respond(served, http, ENDPOINT, await served.prepare(prepare, content, bounds))
+        return await answer(served, http, ENDPOINT, prepare)
 
     return router
 
@@ -148,7 +144,7 @@ def _form(request: CompletionRequest, served: ServedModel, prompts: list[str]) -
 
 
 @dataclass(slots=True)
-class CompletionForm:
+class CompletionForm(DataEvents):
     """What the answer looks like on the wire; mutable, of one request, for text offsets go on from chunk to chunk.
 
     Attributes:
@@ -187,8 +183,8 @@ class CompletionForm:
 
     def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
         if not self.extras.usage:
-            return b""
-        return event(self.head | {"choices": [], "usage": usage} | self.extras.times(choices[0]))
+            return DONE
+        return event(self.head | {"choices": [], "usage": usage} | self.extras.times(choices[0])) + DONE
 
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         made = [self._choice(choice, choice.answer.content, choice.finish) | self._more(choice) for choice in choices]

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api.chat import render
+from server.api.chat import conversation
 from server.api.context import AppContext, ServedModel
-from server.api.input import body, refusals, tools
+from server.api.input import body, refusals
 from server.api.input.members import unknown
 from server.api.input.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
 from server.api.input.sequences import Bounds
@@ -24,6 +24,7 @@ from server.api.openapi import errors
 from server.api.output.schema import DetokenizeAnswer, InputTokensAnswer, TemplateAnswer, TokenizeAnswer
 from server.api.output.slices import array
 from server.api.output.slices import encode as to_json
+from server.api.prepare import render
 from server.errors import InvalidValue
 from server.metrics import OTHER
 from server.text.tokenizer import Tokenizer
@@ -147,7 +148,7 @@ def _rendered(request: TokenizeRequest | TemplateRequest, model: ServedModel) ->
 
 def _read(chat: ChatRequest, model: ServedModel) -> list[int]:
     refusals.check_chat(chat, model.settings)
-    return render(model.tokenizer, chat, tools.read(chat)).ids
+    return render(model.tokenizer, conversation(chat, model.settings)).ids
 
 
 def count(model: ServedModel, request: ChatRequest, bounds: Bounds | None) -> bytes:

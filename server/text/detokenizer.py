@@ -47,6 +47,7 @@ class TextState:
 
     Attributes:
         stopped: a stop string was met; feed nothing more, and cancel the choice.
+        stop: that string.
         tokens: how many tokens made the answer, the one that completed a stop string included.
         reasoning_tokens: how many of them were spent inside reasoning.
         calls: how many tool calls there are so far.
@@ -104,6 +105,7 @@ class TextState:
         self._doubt: _Doubt | None = None
         self._pieces: list[Piece] = []
         self.stopped = False
+        self.stop = ""
         self.tokens = self.reasoning_tokens = self.calls = 0
 
     def feed(self, tokens: Iterable[int]) -> list[Piece]:
@@ -158,6 +160,7 @@ class TextState:
     def _write(self, kind: type[Content] | type[Reasoning], flow: _Flow, text: str) -> None:
         self._say(kind, flow.write(text))
         self.stopped = self.stopped or flow.stopped
+        self.stop = self.stop or flow.stop
 
     def _pass(self, segment: Segment) -> None:
         """A tag was read: the state has changed."""
@@ -316,6 +319,7 @@ class _Flow:
         self._held = ""
         self._breaks = ""  # at the end, held while reasoning might end with them
         self.stopped = False
+        self.stop = ""
 
     def trim(self, characters: str | None) -> None:
         self._trim = characters
@@ -331,6 +335,7 @@ class _Flow:
         found = self._watch.find(whole, len(self._held))
         if found:
             self.stopped = True
+            self.stop = found[1]
             return self._take_breaks() + whole[: found[0] - len(found[1])]
         safe = len(whole) - self._watch.pending
         self._held = whole[safe:]

@@ -117,7 +117,7 @@ def flat(message: dict[str, Any]) -> dict[str, Any]:
         ("first_only", [U("hi"), A("a"), S("x"), A("b")], ["user\nhi", "assistant\na", "user\nx", "assistant\nb"]),
         ("first_only", [S("one"), S("two"), U("hi")], ["system\none\n\ntwo", "user\nhi"]),
         ("first_only", [S("one"), A("a")], ["system\none", "user\n", "assistant\na"]),
-        ("easy", [S("one"), S("two"), U("hi"), S("now")], ["system\none", "system\ntwo", "user\nhi", "system\nnow"]),
+        ("easy", [S("one"), S("two"), U("hi"), S("now")], ["system\none\n\ntwo", "user\nhi", "system\nnow"]),
         ("easy", [U("one"), U("two"), A("a"), A("b")], ["user\none", "user\ntwo", "assistant\na", "assistant\nb"]),
         ("gathering", [S("one"), U("hi"), S("now")], ["user\nhi\n\nnow"]),
         ("late", [S("one"), U("hi"), A("a"), U("so")], ["user\none\n\nhi", "assistant\na", "user\nso"]),

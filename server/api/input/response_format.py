@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llguidance import LLMatcher
@@ -32,11 +32,13 @@ class AnswerForm:
         param: where it stands in the request.
         rule: the grammar rule of what is no JSON.
         schema: the JSON schema, if `rule` is empty.
+        of_text: it is a form of the answer's text, where there is text; else of all of the answer.
     """
 
     param: str
     rule: str = ""
     schema: Any = None
+    of_text: bool = field(default=False, compare=False)
 
 
 def read(request: GenerationRequest, settings: Settings) -> AnswerForm | None:
@@ -48,7 +50,18 @@ def read(request: GenerationRequest, settings: Settings) -> AnswerForm | None:
         raise InvalidValue(f"{wishes[1][0]}: the answer's form is given by {wishes[0][0]} already", param=wishes[1][0])
     param, value, make = wishes[0]
     check_size(value, settings, param)
-    return make(value, param)
+    return replace(make(value, param), of_text=param.startswith("response_format"))
+
+
+def of_schema(schema: Any, settings: Settings, param: str) -> AnswerForm:
+    """The form of text that follows a JSON schema, which stands at `param` of the request."""
+    check_size(schema, settings, param)
+    return replace(_json(schema, param), of_text=True)
+
+
+def of_any_object(param: str) -> AnswerForm:
+    """The form of text that is some JSON object."""
+    return replace(_any_object(True, param), of_text=True)
 
 
 def _wishes(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, str], AnswerForm]]]:

@@ -1,19 +1,21 @@
-"""Which tools a chat request offers, and which calls it forces.
+"""Which tools a request offers, and which calls it forces.
 
-Owns the reading of `tools` and `tool_choice` into what the template sees, what the text is searched for, and, with the
-form that was read before, the grammar. Runs in the server's worker thread; pure.
+Owns what every protocol says of tools, in one form: what the template sees, what the text is searched for, and, with
+the answer's form, the grammar. `read` is chat's way into that form; other protocols have theirs beside their routes.
+Runs in the server's worker thread; pure.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from server.api.input import response_format
 from server.api.input.members import declared
 from server.api.input.response_format import AnswerForm
-from server.api.input.schema import ChatRequest, Function, NamedChoice
+from server.api.input.schema import ChatRequest, NamedChoice
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import build
 from server.grammar.build import Calls, FreeCalls
@@ -26,21 +28,64 @@ from server.text.tokens.control import Tags
 
 log = logging.getLogger("marathon.api")
 
-Offer = list[tuple[int, Function]]  # each with its place in `tools`
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A function that the model may call.
+
+    Attributes:
+        function: its name, description and parameters, as templates take them.
+        param: where the schema of its parameters stands in the request.
+        deferred: the template doesn't list it, for the conversation defines it where the model asked for it.
+    """
+
+    function: dict[str, Any]
+    param: str
+    deferred: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.function["name"])
+
+    @property
+    def declaration(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.function}
+
+
+@dataclass(frozen=True, slots=True)
+class CallWish:
+    """What a request says of calls.
+
+    Attributes:
+        mode: whether there may, or must, be one.
+        names: the only tools that may be called; None: all of them.
+        several: whether a forced call may be more than one.
+        param: where the names stand in the request.
+    """
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: Collection[str] | None = None
+    several: bool = True
+    param: str = "tool_choice"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """What a request wants of tools: those that may be called, and whether one must be."""
+    """What becomes of both: the tools that may be called, and whether one must be."""
 
-    offered: Offer
-    forced: bool
-    several: bool
+    offered: Sequence[OfferedTool] = ()
+    forced: bool = False
+    several: bool = True
 
     @property
     def for_template(self) -> list[dict[str, Any]] | None:
-        functions = [declared(function) for _, function in self.offered]
-        return [{"type": "function", "function": function} for function in functions] or None
+        """Those that the template lists."""
+        return [tool.declaration for tool in self.offered if not tool.deferred] or None
+
+    @property
+    def for_parsing(self) -> list[dict[str, Any]] | None:
+        """Those whose calls are found in the answer's text."""
+        return [tool.declaration for tool in self.offered] or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,36 +100,50 @@ class FormConstraint:
     reasons: bool
 
 
+def options(tools: Sequence[OfferedTool], wish: CallWish) -> ToolOptions:
+    """Raises for a wish that the tools don't allow."""
+    if not tools and (wish.mode == "required" or wish.names is not None):
+        raise InvalidValue("tool_choice needs `tools`", param="tool_choice")
+    if not wish.several and tools:
+        log.info("a wish for one call at a time holds for forced calls only")
+    if wish.mode == "none":
+        return ToolOptions((), False, wish.several)
+    return ToolOptions(_only(wish, tools), wish.mode == "required", wish.several)
+
+
+def _only(wish: CallWish, tools: Sequence[OfferedTool]) -> Sequence[OfferedTool]:
+    names = wish.names
+    if names is None:
+        return tools
+    if missing := set(names) - {tool.name for tool in tools}:
+        raise InvalidValue(f"{wish.param}: there is no tool {min(missing)!r}", param=wish.param)
+    return [tool for tool in tools if tool.name in names]
+
+
+# ---------------------------------------------------------------- chat
 def read(request: ChatRequest) -> ToolOptions:
     """Raises for a choice that the tools don't allow."""
-    tools: Offer = [(i, tool.function) for i, tool in enumerate(request.tools or []) if tool.function is not None]
-    choice = request.tool_choice
+    tools = [
+        OfferedTool(declared(tool.function), f"tools[{i}].function.parameters")
+        for i, tool in enumerate(request.tools or [])
+        if tool.function is not None
+    ]
     several = request.parallel_tool_calls is not False
-    if not tools and choice not in (None, "none", "auto"):
-        raise InvalidValue("tool_choice needs `tools`", param="tool_choice")
-    if not several and tools:
-        log.info("parallel_tool_calls: false holds for forced calls only")
+    choice = request.tool_choice
     if choice is None or isinstance(choice, str):
-        return ToolOptions([] if choice == "none" else tools, choice == "required", several)
-    return _named(choice, tools, several)
+        return options(tools, CallWish(choice or "auto", several=several))
+    return options(tools, _named(choice, several))
 
 
-def _named(choice: NamedChoice, tools: Offer, several: bool) -> ToolOptions:
+def _named(choice: NamedChoice, several: bool) -> CallWish:
     if choice.type == "function" and choice.function is not None:
-        return ToolOptions(_only({choice.function.name}, tools, "tool_choice.function.name"), True, False)
+        return CallWish("required", {choice.function.name}, False, "tool_choice.function.name")
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
         names = {reference.function.name for reference in choice.allowed_tools.tools}
-        offered = _only(names, tools, "tool_choice.allowed_tools.tools")
-        return ToolOptions(offered, choice.allowed_tools.mode == "required", several)
+        return CallWish(choice.allowed_tools.mode, names, several, "tool_choice.allowed_tools.tools")
     if choice.type in {"function", "allowed_tools"}:
         raise InvalidValue(f"tool_choice: type {choice.type} needs {choice.type}", param=f"tool_choice.{choice.type}")
     raise UnsupportedParameter(f"tool_choice: type {choice.type[:50]!r} isn't offered", param="tool_choice.type")
-
-
-def _only(names: set[str], tools: Offer, param: str) -> Offer:
-    if missing := names - {function.name for _, function in tools}:
-        raise InvalidValue(f"{param}: there is no tool {min(missing)!r}", param=param)
-    return [(i, function) for i, function in tools if function.name in names]
 
 
 # ---------------------------------------------------------------- grammar
@@ -105,8 +164,8 @@ def constraint(
     `continues`: the prompt ends inside the answer's text. Raises what refuses a request that can't be fulfilled.
     """
     if wish.forced:
-        # `response_format` is about text, and agents send it with every request; the other forms are about this answer.
-        if form is not None and not form.param.startswith("response_format"):
+        # A form of text says nothing of calls, and agents send it with every request.
+        if form is not None and not form.of_text:
             raise InvalidValue(f"{form.param}: a forced call leaves no text to give a form to", param=form.param)
         form = AnswerForm("tool_choice")
     if form is None:
@@ -141,9 +200,7 @@ def _calls(wish: ToolOptions, tokenizer: Tokenizer, tags: Tags, param: str) -> C
         if form is None or wish.forced:
             raise build.unsupported(form.name if form else "none", param)
         return layout.free_calls(form, tags)
-    functions = [
-        (function.name, function.parameters, f"tools[{i}].function.parameters") for i, function in wish.offered
-    ]
+    functions = [(tool.name, tool.function.get("parameters"), tool.param) for tool in wish.offered]
     return Calls(style, functions, wish.several)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from server.api.output.choices import Choice
 from server.api.output.logprobs import entries
 from server.api.output.options import Extras, usage_so_far
-from server.api.output.sse import encode, event
+from server.api.output.sse import DONE, DataEvents, encode, event
 from server.text.calls.tool_calls import CallArguments, CallBegin
 from server.text.detokenizer import Content, Piece, Reasoning
 from server.text.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ from server.text.tokenizer import Tokenizer
 ROLE = b'{"role":"assistant","content":null}'
 
 
-class ChatForm:
+class ChatForm(DataEvents):
     """Form of one request's answer. `only_calls`: a call is forced, so text can only be the stump of a cut tag.
     `thoughts`: whether reasoning is shown. `head`: what is the same in every chunk. `echo`: what each choice begins
     with. `verbose`: whether the prompt's text is told."""
@@ -110,8 +110,8 @@ class ChatForm:
 
     def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
         if not self._extras.usage:
-            return b""
-        return event(self._head | {"choices": [], "usage": usage} | self._extras.times(choices[0]))
+            return DONE
+        return event(self._head | {"choices": [], "usage": usage} | self._extras.times(choices[0])) + DONE
 
     # ---------------------------------------------------------------- plain
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:

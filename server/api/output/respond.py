@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.context import AppContext
+from server.api.context import AppContext, ServedModel
+from server.api.input import body
 from server.api.input.schema import GenerationRequest, StreamOptions
+from server.api.input.sequences import Bounds
 from server.api.middleware.access import Record, record_of
 from server.api.output.choices import Choice, Reply
-from server.api.output.sse import DONE, KEEPALIVE, PREFILL, EventStream, encode, event
+from server.api.output.sse import KEEPALIVE, PREFILL, EventStream, encode
 from server.errors import InternalError, RequestError
 from server.ipc.messages import Sequence
 from server.text.detokenizer import Piece, TextState
@@ -32,13 +34,23 @@ log = logging.getLogger("marathon.api")
 
 
 class ProtocolFormat(Protocol):
-    """What the answer looks like on the wire."""
+    """What the answer looks like on the wire. Of a stream it makes everything, comments alone are given to it."""
+
+    def first(self, choices: list[Choice]) -> bytes:
+        """Events before there is any news."""
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
-        """Events that tell the new pieces of one choice."""
+        """Events that tell the new pieces of one choice, and its end where `choice.finish` says so."""
+
+    def alive(self, comment: bytes) -> bytes:
+        """A sign of life for a stream on which nothing has been shown for a while: the comment, and what the
+        protocol's clients need besides."""
 
     def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
-        """The event that tells the usage, if it is wanted."""
+        """Events behind the last news, to the stream's end."""
+
+    def failed(self, error: RequestError, choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        """The same for an answer that can't go on."""
 
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """The plain answer."""
@@ -67,6 +79,17 @@ class PreparedRequest:
         return replace(self, request=type(self.request).model_construct(**kept), unknown=names)
 
 
+async def answer(
+    served: AppContext, http: Request, endpoint: str, prepare: Callable[[ServedModel, bytes, Bounds], PreparedRequest]
+) -> Response:
+    """The HTTP answer to a request whose body `prepare` understands, in the worker thread or in another process.
+    Raises RequestError before the first byte."""
+    record_of(http.scope).endpoint = endpoint
+    content = await body.read(http, served.settings.max_body_bytes)
+    bounds = Bounds.of(await served.known(), served.settings)
+    return await respond(served, http, endpoint, await served.prepare(prepare, content, bounds))
+
+
 async def respond(served: AppContext, http: Request, endpoint: str, prepared: PreparedRequest) -> Response:
     """The HTTP answer. Raises RequestError before the first byte."""
     record = record_of(http.scope)
@@ -79,8 +102,8 @@ async def respond(served: AppContext, http: Request, endpoint: str, prepared: Pr
         frames = stream(reply, prepared, record)
         return EventStream(frames, live, served.settings.send_timeout_seconds)
     if await unless_left(http, collect(reply, record, prepared)):
-        answer = prepared.form.whole(reply.choices, reply.usage(prepared.request.n or 1))
-        return Response(encode(answer), media_type="application/json")
+        whole = prepared.form.whole(reply.choices, reply.usage(prepared.request.n or 1))
+        return Response(encode(whole), media_type="application/json")
     record.facts["finish"] = "client left"
     return Response(status_code=CLIENT_LEFT)
 
@@ -94,26 +117,29 @@ async def collect(reply: Reply, record: Record, prepared: PreparedRequest) -> No
 
 
 async def stream(reply: Reply, prepared: PreparedRequest, record: Record) -> AsyncGenerator[bytes, None]:
-    """Events as they form, and a comment where nothing was shown for too long. A failure is one more event, after which
-    the stream ends without [DONE]."""
+    """Events as they form, and a sign of life where nothing was shown for too long. After a failure the stream ends as
+    the form says it."""
     form = prepared.form
     async with reply.live:
         try:
+            if begin := form.first(reply.choices):
+                yield begin
             async for news in reply.news():
                 data = b"".join([form.chunks(choice, pieces) for choice, pieces in news])
                 if reply.showed(bool(data)):
-                    yield sign_of_life(reply)
+                    yield form.alive(sign_of_life(reply))
                 elif data:
                     yield data
-            yield form.last(reply.choices, reply.usage(prepared.request.n or 1)) + DONE
+            yield form.last(reply.choices, reply.usage(prepared.request.n or 1))
         except RequestError as error:
             reply.live.outcome = "error"
             record.error = error
-            yield event(error.body())
+            yield form.failed(error, reply.choices, reply.usage(prepared.request.n or 1))
         except Exception:
             reply.live.outcome = "error"
             log.exception("request %s failed in its stream", record.request_id)
-            yield event(InternalError("The server made a mistake; its log knows more.").body())
+            fault = InternalError("The server made a mistake; its log knows more.")
+            yield form.failed(fault, reply.choices, reply.usage(prepared.request.n or 1))
         finally:
             record.facts |= outcome(reply, prepared)
 

@@ -17,6 +17,7 @@ from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
 from server.api.middleware.access import FILLER, UNSENT, cut, record_of
+from server.errors import RequestError
 from server.supervision.generation import GenerationHandle
 
 DONE = b"data: [DONE]\n\n"
@@ -28,6 +29,20 @@ encode = msgspec.json.Encoder().encode
 
 def event(payload: Any) -> bytes:
     return b"data: " + encode(payload) + b"\n\n"
+
+
+class DataEvents:
+    """What a stream of data lines alone is beside its chunks, as OpenAI's completions send it. A form of an answer
+    inherits it."""
+
+    def first(self, choices: object) -> bytes:
+        return b""
+
+    def alive(self, comment: bytes) -> bytes:
+        return comment
+
+    def failed(self, error: RequestError, choices: object, usage: object) -> bytes:
+        return event(error.body())
 
 
 class EventStream(EventSourceResponse):

@@ -16,7 +16,6 @@ class Abilities:
     Attributes:
         parts: it wants contents as lists of parts.
         system: it shows a system message at the front, and there.
-        systems: it shows several of them.
         later: it shows a later system message as a segment of its own.
         openings: the first turn need not be the user's.
         listed: the tools must be a list, even if there are none.
@@ -33,7 +32,6 @@ class Abilities:
 
     parts: bool = False
     system: bool = True
-    systems: bool = True
     later: bool = True
     openings: bool = True
     listed: bool = False

@@ -34,10 +34,11 @@ def fit(messages: Iterable[Message], able: Abilities, shield: Shield) -> list[Me
 
 # ---------------------------------------------------------------- system messages
 def _opened(systems: Turns, rest: Turns, able: Abilities) -> Turns:
-    """System messages at the front as the template has them, and behind them a turn of the user's if it needs one."""
+    """System messages at the front as one, where the template has them, and behind it a turn of the user's if it needs
+    one."""
     if systems and not able.system:
         return _before(replace(_one(systems), role="user"), rest)
-    if systems and not able.systems:
+    if systems:
         systems = [_one(systems)]
     if not able.openings and (not rest or rest[0].role != "user"):
         return [*systems, Turn("user", []), *rest]

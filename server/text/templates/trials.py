@@ -87,7 +87,6 @@ class _Trial:
     def learn_systems(self) -> None:
         fronts = ("SU", "SUAU", *(("SUCT",) if self.able.calls else ()))
         self.settle(*fronts, system=False)
-        self.settle("SSU", systems=False)
         self.settle("S", openings=False)
         self.settle("SA", openings=False)
         places = [("U", ""), ("U", "AU"), ("UA", "U"), ("SU", "")]

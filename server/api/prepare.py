@@ -1,0 +1,109 @@
+"""From a conversation to sequences, the same for every protocol that has conversations.
+
+Owns everything between a protocol's understanding of its request and `respond`: the prompt, the grammar, one sequence
+and one text a choice. Runs in the server's worker thread, or in the process for large requests; pure but for the seed
+that it draws.
+"""
+
+from __future__ import annotations
+
+from server.api.context import ServedModel
+from server.api.input import generic_tools, tools
+from server.api.input.conversation import Conversation
+from server.api.input.sequences import Bounds, most_tokens, sequences, truncated
+from server.api.input.tools import FormConstraint
+from server.api.output.respond import PreparedRequest, ProtocolFormat
+from server.errors import RequestError
+from server.ipc.messages import Sequence
+from server.text.detokenizer import TextState
+from server.text.tokenizer import ChatPrompt, Tokenizer
+
+
+def prepared(
+    served: ServedModel, conversation: Conversation, bounds: Bounds, form: ProtocolFormat, unknown: list[str]
+) -> PreparedRequest:
+    """All that is left is to do it. `form`: what the answer looks like on the wire; `unknown`: fields that nobody
+    knows. Raises RequestError that names the field at fault."""
+    asked = conversation.sampling
+    prompt = render(served.tokenizer, conversation, most_tokens(asked, bounds))
+    bounds.check_ids(prompt.ids, conversation.param)
+    ids = truncated(prompt.ids, asked, bounds, conversation.max_tokens)
+    constraint = _constraint(served, conversation, prompt, bounds)
+    grammar = None
+    if constraint:
+        grammar = constraint.grammar
+    marks = [len(ids)]
+    if ids is prompt.ids:
+        marks = prompt.marks
+    made = sequences(
+        asked,
+        [ids],
+        tokenizer=served.tokenizer,
+        bounds=bounds,
+        max_tokens=conversation.max_tokens,
+        logprobs=conversation.logprobs,
+        grammar=grammar,
+        marks=marks,
+    )
+    texts = [_text(served.tokenizer, conversation, prompt, one, constraint, bounds) for one in made]
+    return PreparedRequest(asked, made, texts, form, unknown)
+
+
+def render(tokenizer: Tokenizer, conversation: Conversation, most: int | None = None) -> ChatPrompt:
+    """The conversation as the model reads it. Raises ContextLengthError where it's far longer than `most` tokens, and
+    names the protocol's own field where the template refuses."""
+    listed = conversation.tools.for_template
+    messages, offered = generic_tools.rewritten(tokenizer, list(conversation.messages), listed)
+    try:
+        return tokenizer.chat(
+            messages,
+            tools=offered,
+            kwargs=conversation.variables,
+            reasoning_effort=conversation.effort,
+            continue_final_message=conversation.continues,
+            begin_answer=conversation.begins,
+            most=most,
+        )
+    except RequestError as error:
+        if error.param == "messages":
+            error.param = conversation.param
+        raise
+
+
+def _constraint(
+    served: ServedModel, conversation: Conversation, prompt: ChatPrompt, bounds: Bounds
+) -> FormConstraint | None:
+    return tools.constraint(
+        conversation.form,
+        conversation.tools,
+        prompt,
+        served.tokenizer,
+        rows=bounds.vocabulary,
+        thinks=conversation.thinks,
+        continues=conversation.continues,
+        prove=served.prover.fault,
+    )
+
+
+def _text(
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    prompt: ChatPrompt,
+    sequence: Sequence,
+    constraint: FormConstraint | None,
+    bounds: Bounds,
+) -> TextState:
+    asked = conversation.sampling
+    return TextState(
+        tokenizer,
+        stops=[stop for stop in asked.stop or [] if stop],
+        stop_ids=sequence.stop_ids,
+        tools=conversation.tools.for_parsing,
+        reasoning=prompt.reasoning,
+        continues=conversation.continues,
+        show_special=asked.shows_special,
+        earlier_calls=list(conversation.call_ids()),
+        rows=bounds.vocabulary,
+        follows=constraint is not None,
+        reasons=constraint is not None and constraint.reasons,
+    )
