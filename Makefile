@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python scripts/install.py $(VENV) --
 STAMP := $(VENV)/.installed
 UV := 0.13
 
-.PHONY: install serve cuda test check soak bench chaos certify lock accept-survive accept-flat accept-clients accept-schemas accept-templates accept-tokenizers
+.PHONY: tools install serve cuda test check soak bench chaos certify lock accept-survive accept-flat accept-clients accept-schemas accept-templates accept-tokenizers
 
 install: $(STAMP)
 
@@ -37,6 +37,10 @@ cuda: install
 
 test: install
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(ARGS),$(ARGS),--cov)
+
+# Chromium and Prometheus for the tests that use them, as Debian packages, without root.
+tools:
+	@python3 scripts/tools.py
 
 check: install
 	$(BIN)/ruff format --check .

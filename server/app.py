@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import server
-from server.api import chat, completions, health, models, openapi, tokenize
+from server.api import chat, completions, health, models, openapi, status, tokenize
 from server.api.context import AppContext
 from server.api.input import generic_tools
 from server.api.middleware.access import Access, Heads, refusal
@@ -50,6 +50,7 @@ def create_app(served: AppContext) -> FastAPI:
             app.include_router(routes(served, prefix), include_in_schema=bool(prefix))
     app.include_router(tokenize.routes(served))
     app.include_router(health.routes(served))
+    app.include_router(status.routes(served))
     _add_handlers(app)
     _add_middleware(app, served)
     return app
@@ -78,11 +79,13 @@ def lifespan(served: AppContext) -> Callable[[FastAPI], Any]:
         supervisor = served.supervisor
         await supervisor.start()
         supervisor.learn(await asyncio.to_thread(served.tokenizer.token_table))
+        feed = asyncio.create_task(served.feed.run())
         try:
             # What waits counts too: during an engine's replacement nothing runs and everything waits.
             async with while_busy(served.settings.keep_awake, lambda: supervisor.running + supervisor.waiting > 0):
                 yield
         finally:
+            feed.cancel()
             await supervisor.stop(supervisor.clock())
             served.large.close()
             served.prover.close()

@@ -172,6 +172,26 @@ class Metrics:
         """An engine is gone, with its last snapshot; its counters stay in the totals."""
         self._engine.epoch_ended(snapshot)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens generated a second over the last seconds."""
+        return self._rate.read()
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """Engines replaced so far, by cause."""
+        return self._restarts.read()
+
+    @property
+    def resumes(self) -> dict[str, int]:
+        """Generations continued so far, by cause."""
+        return self._resumed.read()
+
+    @property
+    def first_tokens(self) -> tuple[int, float]:
+        """Requests that have had their first token, and the seconds that they waited for it in all."""
+        return self._first_token.read()
+
     def exposition(self) -> bytes:
         """The whole registry as text of type `CONTENT_TYPE`."""
         return generate_latest(self.registry)

@@ -23,6 +23,7 @@ from server.grammar.checker import Checker
 from server.ipc.messages import Ready
 from server.metrics import Metrics
 from server.settings import Settings
+from server.status.feed import Feed
 from server.supervision.supervisor import Supervisor
 from server.text.tokenizer import Tokenizer
 
@@ -101,9 +102,11 @@ class AppContext(ServedModel):
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="text"))
     noted: set[str] = field(default_factory=set)  # unknown fields that the log has named
     large: LargeRequests = field(init=False)
+    feed: Feed = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "large", LargeRequests(lambda: self.recipe, self.tokenizer))
+        object.__setattr__(self, "feed", Feed(self.supervisor, self.metrics, self.name))
 
     @property
     def context(self) -> int:

@@ -1,4 +1,4 @@
-"""/live, /ready, /health, /metrics, /debug/*, /version and /.
+"""/live, /ready, /health, /metrics, /debug/* and /version.
 
 Owns what operators and their machines are told. Runs on the event loop; reads what the supervisor knows and never
 asks the engine, so that the answers come while it is busy, stuck or gone.
@@ -23,7 +23,7 @@ from server.supervision.supervisor import Supervisor
 
 def routes(served: AppContext) -> APIRouter:
     router = APIRouter(tags=["health"])
-    for add in (_add_probes, _add_reports, _add_debug, _add_names):
+    for add in (_add_probes, _add_reports, _add_debug, _add_version):
         add(router, served)
     return router
 
@@ -88,18 +88,13 @@ def _add_debug(router: APIRouter, served: AppContext) -> None:
         )
 
 
-def _add_names(router: APIRouter, served: AppContext) -> None:
-    """Add /version and /."""
+def _add_version(router: APIRouter, served: AppContext) -> None:
+    """Add /version."""
 
     @router.get("/version", responses=errors())
     async def version() -> dict[str, str]:
         """The version of this server."""
         return {"version": server.__version__}
-
-    @router.get("/", responses=errors())
-    async def index() -> dict[str, Any]:
-        """What this is."""
-        return {"name": "Marathon", "version": server.__version__, "model": served.name, "api": "/openapi.json"}
 
 
 def report(served: AppContext) -> dict[str, Any]:

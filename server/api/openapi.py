@@ -69,6 +69,11 @@ def streamed(chunk: type[BaseModel]) -> dict[str, Any]:
     return {"content": {"text/event-stream": {"itemSchema": event}}}
 
 
+def event_stream(description: str) -> dict[str, Any]:
+    """Documentation of an answer that is always an event stream."""
+    return {"description": description, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+
+
 def document(app: FastAPI) -> dict[str, Any]:
     """The whole document, made once."""
     if app.openapi_schema is None:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from server.errors import ExceedsMemory, GenerationError, QueueFull, RequestError, RequestTimeout
 from server.ipc import messages
@@ -70,6 +70,11 @@ class Scheduler:
     def retry_after(self) -> int:
         """Seconds until a further request has a chance."""
         return self._drain_rate.retry_after(self.waiting)
+
+    def generations(self) -> Iterator[Generation]:
+        """Yield those that haven't ended, the oldest request first."""
+        for live in sorted(self.lives, key=lambda live: live.generations[0].seq):
+            yield from (generation for generation in live.generations if not generation.ended)
 
     # ---------------------------------------------------------------- in and out
     def enter(self, sequences: Sequence[messages.Sequence], endpoint: str, deadline: float | None) -> GenerationHandle:
@@ -362,6 +367,7 @@ class Scheduler:
         if generation.cause is None:
             generation.lost = self.clock()
         generation.cause = cause
+        generation.survived += 1
 
     def fail_running(self, error: RequestError) -> None:
         """Whatever is in the engine ends with this error; those that wait go on waiting."""

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from server.errors import Draining, StartupError
@@ -19,7 +19,7 @@ from server.settings import Settings
 from server.supervision import engine_process
 from server.supervision.admission import Capacity
 from server.supervision.engine_lifecycle import EngineLifecycle
-from server.supervision.generation import GenerationHandle
+from server.supervision.generation import Generation, GenerationHandle
 from server.supervision.outputs import OutputCounts
 from server.supervision.scheduler import Scheduler
 from server.supervision.timeouts import Backoff
@@ -205,6 +205,15 @@ class Supervisor:
     def waiting(self) -> int:
         """Sequences that wait for room or for an engine."""
         return self._scheduler.waiting
+
+    @property
+    def hopeless(self) -> bool:
+        """So many starts have failed that new requests are refused."""
+        return self._engines.hopeless
+
+    def generations(self) -> Iterator[Generation]:
+        """Yield the generations that haven't ended, the oldest request first."""
+        return self._scheduler.generations()
 
     @property
     def queue_limit(self) -> int:

@@ -50,6 +50,10 @@ class Counter:
         """Adds `amount`; values never seen before begin a series, so that no caller can fail here."""
         self._values[values] = self._values.get(values, 0.0) + max(amount, 0.0)
 
+    def read(self) -> dict[str, int]:
+        """Counts by the value of the only label."""
+        return {values[0]: round(value) for values, value in self._values.items()}
+
     def __bool__(self) -> bool:
         """Whether there is any series yet."""
         return bool(self._values)
@@ -78,6 +82,10 @@ class Histogram:
             value = 0.0
         row[bisect_left(self.family.buckets, value)] += count
         row[-1] += value * count
+
+    def read(self) -> tuple[int, float]:
+        """Number and sum of all observations."""
+        return round(sum(sum(row[:-1]) for row in self._rows.values())), sum(row[-1] for row in self._rows.values())
 
     def __bool__(self) -> bool:
         """Whether there is any series yet."""

@@ -59,7 +59,7 @@ async def test_health_stays_open_and_so_do_metrics_on_loopback() -> None:
     async with run_server(api_key="secret-1") as site:
         for path in ("/live", "/ready", "/health", "/metrics"):
             assert await status(site, path) == 200
-        for path in ("/", "/debug/guard", "/openapi.json", "/no-such-thing"):
+        for path in ("/status", "/debug/guard", "/openapi.json", "/no-such-thing"):
             assert await status(site, path) == 401
     async with run_server(api_key="secret-1", host="0.0.0.0") as site:
         assert await status(site, "/metrics") == 401

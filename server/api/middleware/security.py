@@ -21,7 +21,8 @@ from server.api.middleware.access import refusal
 from server.errors import Forbidden, InvalidApiKey, InvalidValue, RequestError, StartupError
 from server.settings import Settings
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/health"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
+OPEN_FOLDER = "/page/"  # the live page's files, which say nothing of the server
 _HOST = re.compile(
     r"([a-z0-9._~!$&'()*+,;=%-]*|\[[0-9a-f:.]+\])(:[0-9]*)?|[0-9a-f:.]*"
 )  # the last one without brackets
@@ -83,11 +84,14 @@ class Keys:
             self._open = OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (scope["path"] in self._open or self._accepts(Headers(scope=scope))):
+        if scope["type"] == "http" and not (self._is_open(scope["path"]) or self._accepts(Headers(scope=scope))):
             error = InvalidApiKey("A valid API key is needed: send it as `Authorization: Bearer <key>` or `X-Api-Key`")
             await refusal(scope, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open or path.startswith(OPEN_FOLDER)
 
     def _accepts(self, headers: Headers) -> bool:
         if not self._digests:

@@ -46,7 +46,7 @@ class DataEvents:
 
 
 class EventStream(EventSourceResponse):
-    """Streams `frames` of `live`, and leaves `live` however the stream ends.
+    """Streams `frames` of `live`, if they are a generation's, and leaves `live` however the stream ends.
 
     sse-starlette brings the race between stream and disconnect. Its ping is off: a sign of life is the business of
     whoever reads the news. Its watch for the server's end is off, too: it would cut streams that a drain still lets
@@ -54,7 +54,7 @@ class EventStream(EventSourceResponse):
     reader that takes a little at a time is none: what its machine acknowledges counts, not what makes room here.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], live: GenerationHandle, patience: float) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes, None], live: GenerationHandle | None, patience: float) -> None:
         super().__init__(frames, ping=0, headers={"Cache-Control": "no-cache, no-store"})
         del self.headers["connection"]  # HTTP/1.0 clients get another
         self._live = live
@@ -71,7 +71,8 @@ class EventStream(EventSourceResponse):
             record_of(scope).facts["finish"] = "reader too slow"
             await cut(scope, receive)
         finally:
-            self._live.close()  # the frames close it too, but a client may leave before the first of them
+            if self._live is not None:
+                self._live.close()  # the frames close it too, but a client may leave before the first of them
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
         self._progress = time.monotonic()

@@ -1,0 +1,146 @@
+"""A server's state in a sentence: is it healthy, and if not, what is wrong and what happens next.
+
+Owns the rules and their words. Pure; the same for the live page, `marathon status` and `marathon top`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import msgspec
+
+from server.status.state import Status
+
+Level = Literal["ok", "starting", "warning", "critical"]
+MANY_DEATHS = 3  # in the window that `deaths` counts
+SOON_SECONDS = 3600.0  # of time to exhaustion
+LONG_PROMPT = 1000  # tokens
+_ORDER = {"ok": 0, "starting": 1, "warning": 2, "critical": 3}
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """`title` in a word or two; `sentences`: the reasons, the gravest first."""
+
+    level: Level
+    title: str
+    sentences: list[str]
+
+
+def judge(status: Status, deaths: int) -> Verdict:
+    """Judge a state. `deaths`: engines that ended unplanned in the last ten minutes."""
+    found = [finding for rule in _RULES for finding in rule(status, deaths)]
+    found.sort(key=lambda finding: -_ORDER[finding[0]])
+    level, title, _ = found[0]
+    return Verdict(level, title, [sentence for _, _, sentence in found])
+
+
+Finding = tuple[Level, str, str]
+
+
+def _availability(status: Status, deaths: int) -> Iterator[Finding]:
+    engine = status.engine
+    if status.draining:
+        yield "warning", "Shutting down", "The server is shutting down: it finishes what it has and takes nothing new."
+    elif engine.hopeless:
+        reason = engine.down_reason or "see the log"
+        yield "critical", "No engine", f"No engine can be started: {reason}. More are tried; new requests are refused."
+    elif not engine.up and engine.epoch <= 1:
+        yield "starting", "Loading", f"The model is being loaded: {engine.stage or 'the engine process starts'}."
+    elif not engine.up:
+        yield "warning", "Recovering", f"The engine ended and a new one is loading; {_kept(status)}."
+
+
+def _kept(status: Status) -> str:
+    count = len(status.rows) + status.more_rows
+    if count == 0:
+        return "no answer is under way"
+    return (
+        f"{_count(count, 'answer')} wait and will go on where they were"
+        if count > 1
+        else ("1 answer waits and will go on where it was")
+    )
+
+
+def _deaths(status: Status, deaths: int) -> Iterator[Finding]:
+    if deaths >= MANY_DEATHS:
+        sentence = (
+            f"The engine keeps dying: {deaths} times in the last ten minutes. Answers go on in a new engine each time; "
+            "the log says how each one ended."
+        )
+        yield "critical", "The engine keeps dying", sentence
+    elif deaths:
+        survived = sum(status.engine.resumed.values())
+        sentence = f"The engine died {_times(deaths)} in the last ten minutes; {_count(survived, 'answer')} went on."
+        yield "ok", "Healthy", sentence
+
+
+def _buffers(status: Status, deaths: int) -> Iterator[Finding]:
+    buffers = status.buffers
+    seconds = status.seconds_to_exhaustion.get("buffers")
+    if seconds is not None:
+        pace = f"{buffers.per_token:.3g} a token" if buffers.per_token else "steadily"
+        sentence = (
+            f"Live buffers are leaking: they rise by {pace} and reach the limit in {duration(seconds)}. "
+            "The engine is replaced before that, and answers go on."
+        )
+        yield ("critical" if seconds < SOON_SECONDS else "warning"), "A leak", sentence
+    elif buffers.count is not None and buffers.limit:
+        share = buffers.count / buffers.limit
+        yield "ok", "Healthy", f"Live buffers are flat: {buffers.count:,} of {buffers.limit:,} ({share:.1%})."
+    elif buffers.pending:
+        sentence = f"{_count(buffers.pending, 'cache array')} pending: the cache guard evaluates them."
+        yield "warning", "Pending arrays", sentence
+
+
+def _memory(status: Status, deaths: int) -> Iterator[Finding]:
+    seconds = status.seconds_to_exhaustion.get("bytes")
+    if seconds is not None and seconds < SOON_SECONDS:
+        yield (
+            "critical",
+            "Memory runs out",
+            f"Memory grows beyond what is known to be held; {duration(seconds)} are left.",
+        )
+    match status.pressure:
+        case "reclaim":
+            yield "ok", "Healthy", "Memory is getting short: kept prompts are given up to make room."
+        case "hold":
+            yield "warning", "Short of memory", "No new work starts until memory or buffers are free again."
+        case "rotate":
+            yield "warning", "About to rotate", "The engine is about to be replaced, and answers go on in the next one."
+
+
+def _work(status: Status, deaths: int) -> Iterator[Finding]:
+    if not status.engine.up:
+        return
+    for row in status.rows:
+        if row.state == "reading" and row.to_read and row.to_read >= LONG_PROMPT:
+            share = (row.read or 0) / row.to_read
+            yield "ok", "Healthy", f"A long prompt is being read: {row.read:,} of {row.to_read:,} tokens ({share:.0%})."
+    queue = status.queue
+    if queue.waiting:
+        yield "ok", "Busy", f"{_count(queue.waiting, 'sequence')} waiting for room beside the {queue.running} running."
+    elif queue.running:
+        rate = f"{status.tokens_per_second:.3g} tokens a second"
+        yield "ok", "Healthy", f"{_count(queue.running, 'sequence')} running, {rate} in all."
+    else:
+        yield "ok", "Healthy", "Ready; nothing is running."
+
+
+_RULES: tuple[Callable[[Status, int], Iterator[Finding]], ...] = (_availability, _deaths, _buffers, _memory, _work)
+
+
+def duration(seconds: float) -> str:
+    """Say a time as people do, such as `4 minutes`."""
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}s"
+    return f"{seconds:.0f} seconds"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
