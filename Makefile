@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python scripts/install.py $(VENV) --
 STAMP := $(VENV)/.installed
 UV := 0.13
 
-.PHONY: tools install serve cuda test check soak bench chaos certify lock accept-survive accept-flat accept-clients accept-schemas accept-templates accept-tokenizers
+.PHONY: tools install serve cuda test check soak bench chaos certify lock accept-survive accept-deaths accept-flat accept-clients accept-schemas accept-templates accept-tokenizers
 
 install: $(STAMP)
 
@@ -63,6 +63,11 @@ certify: install
 
 # What was promised, measured: each takes minutes to an hour and wants a machine with nothing else at work.
 accept-survive: chaos
+
+# Deaths where they hurt most: of a lone stream's engine each 100 tokens, at each boundary of a row and each stage of a
+# start, in a row faster than the backoff, in drain, at the last token; processes that are stopped for a while.
+accept-deaths: install
+	$(BIN)/python -m loadtests.chaos --mode lone starts burst no-spawn as-ready boundaries last-token drain-death paused $(ARGS)
 
 accept-flat: soak
 	$(BIN)/python -m loadtests.soak $(ARGS)

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 
 from loadtests import harness
-from loadtests.chaos import deaths, disconnects, enemy, shortage
+from loadtests.chaos import deaths, disconnects, enemy, shortage, starts
 from loadtests.chaos.scenario import Findings, Scene, obtain
 
 Mode = Callable[[Scene], Awaitable[Findings]]
@@ -32,8 +32,10 @@ MODES: dict[str, Mode] = {
     "poison": deaths.poison,
     "zombies": deaths.zombies,
     "lone": enemy.lone,
-    "as-ready": enemy.as_ready,
-    "starts": enemy.starts,
+    "as-ready": starts.as_ready,
+    "starts": starts.starts,
+    "burst": starts.burst,
+    "no-spawn": starts.no_spawn,
     "boundaries": enemy.boundaries,
     "last-token": enemy.last_token,
     "drain-death": enemy.drain_death,

@@ -1,7 +1,7 @@
 """Chaos: deaths where they hurt most, one after the other, instead of at random moments.
 
-Owns the modes lone, as-ready, starts, boundaries, last-token, drain-death and paused: streams alone and in a crowd, and
-an engine that ends at each of their boundaries and at each stage of each start. Runs on the event loop of
+Owns the modes lone, boundaries, last-token, drain-death and paused: streams alone and in a crowd, and an engine that
+ends at each of their boundaries; deaths while an engine starts are in `starts`. Runs on the event loop of
 `loadtests.chaos`. Signals go only to servers that were started here and to the engines that their /health names.
 """
 
@@ -72,6 +72,13 @@ async def under_way(accounts: Sequence[Account], tokens: int = 5) -> None:
         await asyncio.sleep(0.005)
 
 
+async def newest(server: Server) -> int:
+    """The pid of the next engine, as soon as there is one; nothing of it has loaded yet."""
+    while (pid := await asyncio.to_thread(server.engine_pid)) is None:
+        await asyncio.sleep(0.005)
+    return pid
+
+
 # ---------------------------------------------------------------- a stream that nobody keeps company
 async def lone(scene: Scene) -> Findings:
     """One stream alone; its engine is killed whenever it has got so many tokens."""
@@ -87,65 +94,6 @@ async def lone(scene: Scene) -> Findings:
 
     [expected] = await undisturbed_here(scene, [lone_body(scene.count(6000, 800))])
     return await strike(scene, expected, every_few_tokens, "deaths")
-
-
-# ---------------------------------------------------------------- each stage of a start
-async def as_ready(scene: Scene) -> Findings:
-    """Each engine is killed as soon as it says that it is ready: at once, and a little later each time."""
-
-    async def at_the_door(server: Server, accounts: Sequence[Account]) -> int:
-        await under_way(accounts)
-        deaths = scene.count(20, 7)
-        for death in range(deaths):
-            await engine_up(server)
-            await asyncio.sleep(0.02 * (death % 4))
-            await end_engine(server, signal.SIGKILL)
-        return deaths
-
-    lone, crowd = await undisturbed_here(scene, [lone_body(2000)], crowd_bodies(1000))
-    findings = await strike(scene, lone, at_the_door, "deaths of a lone stream's engines")
-    if not scene.quick:
-        findings.add(await strike(scene, crowd, at_the_door, "deaths of a crowd's engines"))
-    return findings
-
-
-async def starts(scene: Scene) -> Findings:
-    """Each engine is killed while it starts, each a little further on than the one before, faster than the pause
-    between two starts grows; new work is refused meanwhile, and not one answer under way is lost."""
-    refused = Account({})
-
-    async def further_each_time(server: Server, accounts: Sequence[Account]) -> int:
-        await under_way(accounts)
-        began = await engine_up(server)
-        await end_engine(server, signal.SIGKILL)
-        took = max(1.0, await engine_up(server) - began)
-        deaths = scene.count(20, 10)
-        for death in range(deaths):
-            pid = await _newest(server)
-            await asyncio.sleep(took * 0.9 * death / deaths)
-            os.kill(pid, signal.SIGKILL)
-            await _gone(server, pid)
-            if death == 5:
-                await ask(server.port, lone_body(4), refused)
-        return deaths + 1
-
-    [expected] = await undisturbed_here(scene, crowd_bodies(scene.count(3000, 1000)))
-    findings = await strike(scene, expected, further_each_time, "deaths")
-    if refused.status != 503 or refused.ended - refused.started > 1:
-        findings.problems.append(f"new work wasn't refused at once, but got {refused.trouble()}")
-    return findings
-
-
-async def _newest(server: Server) -> int:
-    """The pid of the next engine, as soon as there is one; nothing of it has loaded yet."""
-    while (pid := await asyncio.to_thread(server.engine_pid)) is None:
-        await asyncio.sleep(0.005)
-    return pid
-
-
-async def _gone(server: Server, pid: int) -> None:
-    while await asyncio.to_thread(server.engine_pid) == pid:
-        await asyncio.sleep(0.005)
 
 
 # ---------------------------------------------------------------- each boundary of a row
@@ -206,7 +154,7 @@ async def paused(scene: Scene) -> Findings:
 
     async def one_after_the_other(server: Server, accounts: Sequence[Account]) -> int:
         await under_way(accounts)
-        engine = await _newest(server)
+        engine = await newest(server)
         for stopped in ([engine], [server.pid], [server.pid, engine]):
             _signal(stopped, signal.SIGSTOP)
             await asyncio.sleep(SHORT_PAUSE)
@@ -231,7 +179,7 @@ def _signal(pids: Sequence[int], sign: signal.Signals) -> None:
 
 async def _stopped_idle(scene: Scene) -> Findings:
     with scene.server() as server:
-        pid = await _newest(server)
+        pid = await newest(server)
         os.kill(pid, signal.SIGSTOP)
         stopped = monotonic()
         while (await asyncio.to_thread(server.get, "/ready"))[0] == 200 and monotonic() < stopped + 60:
