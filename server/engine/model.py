@@ -319,8 +319,10 @@ def _arrays(caches: list[Any]) -> list[tuple[mx.array, int]]:
     return found
 
 
-def chunk_peak(model: nn.Module) -> tuple[int, float]:
+def chunk_peak(model: nn.Module, patience: float = _PEAK_SECONDS) -> tuple[int, float]:
     """Bytes that the largest prefill chunk needs beyond what it leaves behind, and those for each pair of its tokens.
+
+    `patience`: seconds that the longer measurement, which tells more, may take.
 
     Told from two smaller ones: the part for each token grows with the chunk, and where attention isn't fused the part
     for each pair of tokens with its square.
@@ -329,7 +331,7 @@ def chunk_peak(model: nn.Module) -> tuple[int, float]:
     _peak(model, size)  # the first of its kind may have to compile something, which says nothing of the next
     started = perf_counter()
     small = _peak(model, size)
-    if (perf_counter() - started) / size * 3 * _PEAK_LENGTHS[1] < _PEAK_SECONDS:
+    if (perf_counter() - started) / size * 3 * _PEAK_LENGTHS[1] < patience:
         size = _PEAK_LENGTHS[1]
         small = _peak(model, size)
     twice = _peak(model, 2 * size)

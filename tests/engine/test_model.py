@@ -1,6 +1,7 @@
 """What loading a model finds out: whether it batches, what its rows cost, and why it can't be loaded."""
 
 import json
+import math
 
 import mlx.core as mx
 import pytest
@@ -74,22 +75,24 @@ def test_the_peak_of_the_largest_chunk_is_told_from_smaller_ones(monkeypatch):
     monkeypatch.setattr(model, "LARGEST_CHUNK", 1024)
     built = tiny_model("llama")
     real = model._peak(built, 1024)
-    largest, pair = model.chunk_peak(built)
+    largest, pair = model.chunk_peak(built, math.inf)
     assert largest == pytest.approx(real, rel=0.15)
     assert real > 2.5 * model._peak(built, 512)
     assert pair == pytest.approx(4 * 4, rel=0.15), "a float32 for each of four heads"
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("llama", {}), ("llama", {"hidden": 256}), ("qwen3_5", {})])
-def test_what_is_planned_for_a_short_chunk_is_about_what_it_takes(family, sizes):
+@pytest.mark.parametrize(("patience", "factor"), [(math.inf, 1.6), (0, 2)], ids=["quick machine", "slow machine"])
+@pytest.mark.parametrize(("family", "sizes"), [("llama", {}), ("llama", {"hidden": 128}), ("qwen3_5", {})])
+def test_what_is_planned_for_a_short_chunk_is_about_what_it_takes(family, sizes, patience, factor):
     """Scaled down in proportion from the longest one it would be several times that."""
     built = zoo.build(family, **sizes)
-    largest, pair = model.chunk_peak(built)
+    largest, pair = model.chunk_peak(built, patience)
     probe = Probe(2048, "batched", [], largest, 0, pair_bytes=pair)
-    for size in (128, 256, 512):
-        assert model._peak(built, size) / 1.3 < probe.chunk_peak(size) < 1.6 * model._peak(built, size)
+    for size in (128, 384):
+        real = model._peak(built, size)
+        assert real / factor < probe.chunk_peak(size) < factor * real
     assert probe.chunk_peak(model.LARGEST_CHUNK) == pytest.approx(largest, rel=0.01)
-    assert probe.chunk_peak(64, 2048) - probe.chunk_peak(64) == pytest.approx(64 * 2048 * pair, rel=0.01)
+    assert probe.chunk_peak(64, 2048) - probe.chunk_peak(64) == pytest.approx(64 * 2048 * pair, rel=0.01, abs=2)
 
 
 def test_a_lone_prompt_that_can_be_read_is_not_refused():
