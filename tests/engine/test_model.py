@@ -81,14 +81,14 @@ def test_the_peak_of_the_largest_chunk_is_told_from_smaller_ones(monkeypatch):
     assert pair == pytest.approx(4 * 4, rel=0.15), "a float32 for each of four heads"
 
 
-@pytest.mark.parametrize(("patience", "factor"), [(math.inf, 1.6), (0, 2)], ids=["quick machine", "slow machine"])
+@pytest.mark.parametrize(("patience", "factor"), [(math.inf, 1.8), (0, 3)], ids=["quick machine", "slow machine"])
 @pytest.mark.parametrize(("family", "sizes"), [("llama", {}), ("llama", {"hidden": 128}), ("qwen3_5", {})])
 def test_what_is_planned_for_a_short_chunk_is_about_what_it_takes(family, sizes, patience, factor):
     """Scaled down in proportion from the longest one it would be several times that."""
     built = zoo.build(family, **sizes)
     largest, pair = model.chunk_peak(built, patience)
     probe = Probe(2048, "batched", [], largest, 0, pair_bytes=pair)
-    for size in (128, 384):
+    for size in (128, 256):
         real = model._peak(built, size)
         assert real / factor < probe.chunk_peak(size) < factor * real
     assert probe.chunk_peak(model.LARGEST_CHUNK) == pytest.approx(largest, rel=0.01)
