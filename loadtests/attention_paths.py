@@ -1,4 +1,4 @@
-"""Fused attention against attention in steps: `python -m loadtests.attention_paths [--shape small starter]`.
+"""Fused attention against attention in steps: `python -m loadtests.attention_paths [--shape llama starter]`.
 
 Runs the same model with `mx.fast.scaled_dot_product_attention` and with matrix product, mask, softmax, matrix product
 in its place, over mlx-lm's step-allocated cache: peak memory, prefill tok/s, first token and decode tok/s as
@@ -23,7 +23,7 @@ COMPARED = [512, 2048, 4096]
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", nargs="+", default=["small"], help="family, small, llama-1b, starter, or a folder")
+    parser.add_argument("--shape", nargs="+", default=["llama"], help="family, small, llama-1b, starter, or a folder")
     parser.add_argument("--prompts", nargs="*", type=int, default=[513, 2049, 4097], help="tokens, where it is timed")
     parser.add_argument("--compared", nargs="*", type=int, default=COMPARED, help="tokens, where logits are compared")
     parser.add_argument("--tokens", type=int, default=128, help="that are generated")

@@ -1,4 +1,4 @@
-"""What each kind of KV cache costs: `python -m loadtests.cache_kinds [--shape small] [--prompts 513 2049 4097]`.
+"""What each kind of KV cache costs: `python -m loadtests.cache_kinds [--shape llama] [--prompts 513 2049 4097]`.
 
 Generates greedily with a repetition penalty in a bare loop over mlx-lm's concatenating cache, the same with a
 contiguous copy, its step-allocated one, rotating, quantised and batched; one process a prompt and cache, one warm-up
@@ -26,7 +26,7 @@ MORE = 1.02  # a peak may be so many times another and still count as no higher
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", nargs="+", default=["small"], help="family, small, llama-1b, hybrid-1b, or a folder")
+    parser.add_argument("--shape", nargs="+", default=["llama"], help="family, small, llama-1b, hybrid-1b, or a folder")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of cache")
     parser.add_argument("--prompts", nargs="+", type=int, default=[513, 2049, 4097], help="tokens")
     parser.add_argument("--tokens", type=int, default=128, help="that are generated")

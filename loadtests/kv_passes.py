@@ -1,4 +1,4 @@
-"""How often a decode step goes through the cache: `python -m loadtests.kv_passes [--shape small] [--kinds step …]`.
+"""How often a decode step goes through the cache: `python -m loadtests.kv_passes [--shape llama] [--kinds step …]`.
 
 Times decode steps over caches of 512 to 32,768 positions (five steps to warm up, the median of fifty), the shortest
 once more at the end, and fits a line of latency against the bytes of keys and values. Its intercept is a step over an
@@ -24,7 +24,7 @@ COLUMNS = ("shape", "kind", *POINT, "intercept_ms", "gb_s", "copy_gb_s", "passes
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", nargs="+", default=["small"], help="family, small, llama-1b, hybrid-1b, or a folder")
+    parser.add_argument("--shape", nargs="+", default=["llama"], help="family, small, llama-1b, hybrid-1b, or a folder")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of cache, and Marathon's batch")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, help="positions")
     parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")

@@ -30,6 +30,7 @@ Keep = Callable[[list[int], Callable[[], Caches]], None]  # tokens, and how to g
 # Counting leaves recurses over the graph and overflows the stack beyond some 60,000 links: a chain as long as this
 # is not counted again, so its count is then a lower bound.
 DEEP = 4096
+LOOSE = 1.1  # caches that outlive a step may pin so many times their own bytes
 
 _LEAF, _ARRAY, _ITEMS, _PAIRS, _PLAIN, _MIXED = range(6)
 _OPAQUE = (type, nn.Module, types.ModuleType)  # weights and code, never a cache's own
@@ -137,6 +138,32 @@ def compact(caches: Iterable[object], *, anew: bool = False) -> int:
         _rebuild(layer, _copied if anew else mx.contiguous, {})
         settle([layer])
     return pinned_bytes(cache_arrays(layers))
+
+
+def pack(caches: Iterable[object]) -> int:
+    """Compact the caches so that they pin next to nothing beyond their own bytes; return the bytes that they then pin.
+
+    A buffer from the pool may be larger than what was asked for, which matters where arrays are small: those are copied
+    once more while the pool is empty.
+    """
+    layers = list(caches)
+    pinned = compact(layers)
+    if pinned > LOOSE * own_bytes(layers):
+        pool = mx.set_cache_limit(0)
+        mx.clear_cache()
+        pinned = compact(layers, anew=True)
+        mx.set_cache_limit(pool)
+    return pinned
+
+
+def is_loose(caches: Iterable[object]) -> bool:
+    """Whether evaluated caches pin more than `LOOSE` times their own bytes, as views of something larger do."""
+    layers = list(caches)
+    return pinned_bytes(cache_arrays(layers)) > LOOSE * own_bytes(layers)
+
+
+def own_bytes(caches: Iterable[object]) -> int:
+    return sum(array.nbytes for array in cache_arrays(caches))
 
 
 def _copied(array: mx.array) -> mx.array:

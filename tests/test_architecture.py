@@ -162,7 +162,7 @@ def dependencies() -> set[str]:
     """Names of all that pyproject.toml asks for, extras apart."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     groups = project["dependency-groups"]
-    wanted = [*project["project"]["dependencies"], *groups["tests"], *groups["lint"]]
+    wanted = [*project["project"]["dependencies"], *groups["tests"], *groups["lint"], *groups["lab"]]
     return {re.split(r"[^\w-]", requirement)[0] for requirement in wanted}
 
 

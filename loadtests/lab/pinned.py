@@ -6,87 +6,91 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
 
 from loadtests.lab import shapes
-from server.batching import Batch
-from server.cache_guard import Guard, cache_arrays, pinned_bytes, settle
+from server.cache_guard import Guard, cache_arrays, parts, pinned_bytes
 from server.compute.rows import Row
+from server.engine.executor import Executor
+from server.engine.plan import Begin, Join, KeepPrompt, KeepRow, Leave, Read, Split, Step
 from server.engine.prefix_cache import PrefixCache
 from server.ipc.messages import Sampling, Sequence, Snapshot
 
-LENGTHS = (300, 120, 40, 33)  # of the rows' prompts
+LENGTHS = (300, 120, 80, 63)  # of the rows' prompts
 STEPS = 40
-LARGE = 1 << 16  # bytes from which an array is judged by itself
 FOREVER = 1 << 30
 
 
 def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a moment of the rows' life. `values`: shape."""
-    model = shapes.build(values["shape"])
-    rows = [read(model, number, length) for number, length in enumerate(LENGTHS)]
-    found = [moment("prefill", [row.caches for row in rows])]
-    kept = PrefixCache(FOREVER, Snapshot())
-    for row in rows:
-        kept.insert_copy(row.tokens[:-1], row.caches)
-    batch = Batch(model, Guard(True, FOREVER, Snapshot()))
-    batch.join(rows[:1])
-    step(batch)
-    found.append(moment("decode", [batch.caches]))
-    batch.join(rows[1:])
-    step(batch)
-    found.append(moment("join", [batch.caches]))
-    batch.leave(rows[1:3], keep_caches=True)
-    step(batch)
-    found.append(moment("leave", [batch.caches]))
-    found.append(moment("taken out", [row.caches for row in rows[1:3]]))
-    for row in rows[1:3]:
-        kept.insert_copy(row.tokens[: row.length - 1], row.caches)
-    found.append(of_entries(kept))
-    del batch, kept
-    return [*found, moment("mlx-lm, taken out", as_mlx_lm_takes_out(model))]
+    return Life(shapes.build(values["shape"])).moments()
 
 
-def read(model: Any, number: int, length: int) -> Row:
-    """A row whose prompt is read."""
-    caches = make_prompt_cache(model)
+class Life:
+    """Rows that are read, decoded, joined and taken apart by the engine's own executor."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._kept = PrefixCache(FOREVER, Snapshot())
+        rows = {number: _row(number, length) for number, length in enumerate(LENGTHS)}
+        self._executor = Executor(model, Guard(True, FOREVER, Snapshot()), self._kept, rows)
+
+    def moments(self) -> list[dict[str, Any]]:
+        found = [self._prefill()]
+        self._do(Join(1, (0,)), *[Step(1)] * STEPS)
+        found.append(self._in_batches("decode"))
+        self._do(Join(1, (1, 2, 3)), *[Step(1)] * STEPS)
+        found.append(self._in_batches("join"))
+        self._do(KeepRow(1, 3), Leave(1, (3,)), Split(1, (1, 2)))
+        found.append(weigh("taken out", [self._executor.rows[seq].caches for seq in (1, 2)]))
+        self._do(*[Step(1)] * STEPS)
+        found.append(self._in_batches("leave"))
+        found.append(self._entries())
+        self._executor.close()
+        return [*found, weigh("mlx-lm, taken out", as_mlx_lm_takes_out(self._model))]
+
+    def _do(self, *operations: Any) -> None:
+        for operation in operations:
+            self._executor.run(operation)
+        mx.synchronize()
+
+    def _prefill(self) -> dict[str, Any]:
+        for seq, length in enumerate(LENGTHS):
+            self._do(Begin(seq), Read(((seq, length // 2),)), Read(((seq, length - 1 - length // 2),)))
+            self._do(KeepPrompt(seq, length - 1))
+        return weigh("prefill", [row.caches for row in self._executor.rows.values()])
+
+    def _in_batches(self, name: str) -> dict[str, Any]:
+        """Of a batch only the arrays with positions outlive a step; states are made anew by each."""
+        caches = self._executor.caches()
+        states = weigh(name, caches)
+        return weigh(name, [part for part in parts(caches) if hasattr(part, "offset")]) | {
+            "with_states": states["ratio"]
+        }
+
+    def _entries(self) -> dict[str, Any]:
+        pairs = self._kept.pinned()
+        ratio = max(held / own for held, own in pairs)
+        owned, pinned = sum(own for _, own in pairs), sum(held for held, _ in pairs)
+        return {"moment": "kept prefixes", "arrays": len(pairs), "owned": owned, "pinned": pinned, "ratio": ratio}
+
+
+def _row(number: int, length: int) -> Row:
     prompt = [token + number for token in shapes.prompt_of(length, 2000)]
-    model(mx.array([prompt[:-1]]), cache=caches)
-    settle(caches)
-    asked = Sequence(prompt, Sampling(seed=number, temperature=0), FOREVER)
-    return Row(number, asked, list(prompt), caches)
+    return Row(number, Sequence(prompt, Sampling(seed=number, temperature=0), FOREVER), list(prompt))
 
 
-def step(batch: Batch) -> None:
-    for _ in range(STEPS):
-        batch.step()
-    mx.synchronize()
-
-
-def moment(name: str, layers: list[Any]) -> dict[str, Any]:
-    """What all arrays own and pin, and the worst of the large ones."""
+def weigh(moment: str, layers: list[Any]) -> dict[str, Any]:
+    """What all arrays of the caches own, and what their buffers hold, each buffer counted once."""
     arrays = cache_arrays(layers)
     mx.eval(arrays)
-    large = [array for array in arrays if array.nbytes >= LARGE]
-    worst = max((pinned_bytes([array]) / array.nbytes for array in large), default=float("nan"))
     owned = sum(array.nbytes for array in arrays)
-    pinned = pinned_bytes(arrays)
-    return {"moment": name, "arrays": len(arrays), "owned": owned, "pinned": pinned, "ratio": pinned / owned} | {
-        "worst_large": worst
-    }
-
-
-def of_entries(kept: PrefixCache) -> dict[str, Any]:
-    """The same of kept prefixes."""
-    pairs = kept.pinned()
-    owned = sum(own for _, own in pairs)
-    pinned = sum(held for held, _ in pairs)
-    ratio = max(held / own for held, own in pairs)
-    return {"moment": "kept prefixes", "arrays": len(pairs), "owned": owned, "pinned": pinned, "ratio": ratio}
+    pinned = pinned_bytes(arrays) if arrays else 0
+    ratio = pinned / owned if owned else 1.0
+    return {"moment": moment, "arrays": len(arrays), "owned": owned, "pinned": pinned, "ratio": ratio}
 
 
 def as_mlx_lm_takes_out(model: Any) -> list[Any]:
-    """The caches that mlx-lm's BatchGenerator hands over with the shortest of the rows, evaluated as they are."""
+    """The caches that mlx-lm's BatchGenerator hands over with the first row that ends, evaluated as they are."""
     generator = BatchGenerator(model, stream=mx.default_stream(mx.default_device()))
     prompts = [shapes.prompt_of(length, 2000) for length in LENGTHS]
     generator.insert(prompts, [STEPS] + [4 * STEPS] * (len(prompts) - 1))

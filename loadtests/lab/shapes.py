@@ -24,7 +24,19 @@ SIZES: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def build(name: str) -> Any:
-    """The model. Raises ValueError for a name that is no family, no size and no folder."""
+    """The model. Raises ValueError for a name that is no family, no size and no folder.
+
+    `@float32` behind the name changes the type of the weights: MLX's CPU backend is slow at bfloat16.
+    """
+    name, _, dtype = name.partition("@")
+    model = _build(name)
+    if dtype:
+        model.set_dtype(getattr(mx, dtype))
+        mx.eval(model.parameters())
+    return model
+
+
+def _build(name: str) -> Any:
     if name in SIZES:
         family, sizes = SIZES[name]
         return zoo.build(family, **sizes)

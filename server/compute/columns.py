@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from server.cache_guard import Caches, Guard, compact
+from server.cache_guard import Caches, Guard, pack
 from server.compute.merged_caches import MergedCaches, kept, merged
 from server.compute.penalties import LogitAdjustments
 from server.compute.rows import Row
@@ -76,7 +76,7 @@ class KV:
         caches = self.layers
         if self._count > 1:
             caches = [layer.extract(i) for layer in self.layers]
-        compact(caches)
+        pack(caches)
         return caches
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from server.batching import Batch
-from server.cache_guard import Caches, Guard, cache_arrays, settle
+from server.cache_guard import Caches, Guard, cache_arrays, is_loose, pack, settle
 from server.compute.laps import Laps
 from server.compute.merged_caches import MergedCaches, kept, read_together, taken_apart
 from server.compute.rows import Model, Row, StepOutput, on_host
@@ -129,6 +129,8 @@ class Executor:
         del logits  # else never evaluated: the head over a whole chunk costs hundreds of MB
         if self._guard.enabled:
             mx.eval(cache_arrays(row.caches))
+            if is_loose(row.caches):  # a state that is a view of the whole chunk
+                pack(row.caches)
         else:
             mx.eval([layer.state for layer in row.caches])
         row.read += size

@@ -16,12 +16,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
-from server.cache_guard import Caches, cache_arrays, compact, parts
+from server.cache_guard import Caches, cache_arrays, own_bytes, pack, parts
 from server.ipc.messages import Snapshot
 
 WORTH_KEEPING = 32  # shorter prefixes are quicker read than found
 MOST_ENTRIES = 64  # so that a server of many small requests levels off long before the bytes do
-LOOSE = 1.1  # an entry may pin so many times its own bytes
 
 
 def can_trim(caches: Caches) -> bool:
@@ -111,7 +110,7 @@ class PrefixCache:
         if not self._is_worth(tokens) or self._is_kept(tokens, trims):
             return
         _cut_spare(caches)
-        pinned = _packed(caches)
+        pinned = pack(caches)
         if pinned > self._budget:  # it would drive out all others and then itself
             return
         entry = _Entry(np.array(tokens, dtype=np.int64), caches, pinned, len(cache_arrays(caches)), trims)
@@ -175,24 +174,13 @@ class PrefixCache:
 
     def pinned(self) -> list[tuple[int, int]]:
         """(bytes really pinned, bytes of the arrays) of each entry, for tests and /debug."""
-        return [(e.pinned, sum(a.nbytes for a in cache_arrays(e.caches))) for e in self._entries.values()]
+        return [(e.pinned, own_bytes(e.caches)) for e in self._entries.values()]
 
     def _report(self) -> None:
         self._snapshot.prefix_entries = len(self._entries)
         self._snapshot.kv_cached_bytes = self._bytes
         self._snapshot.kv_cached_buffers = self._buffers
         self._snapshot.kv_cached_tokens = sum(len(entry.tokens) for entry in self._entries.values())
-
-
-def _packed(caches: Caches) -> int:
-    """Compact the caches; the bytes that they then pin."""
-    pinned = compact(caches)
-    if pinned > LOOSE * sum(array.nbytes for array in cache_arrays(caches)):
-        pool = mx.set_cache_limit(0)  # whose buffers may be larger than what was asked for
-        mx.clear_cache()
-        pinned = compact(caches, anew=True)
-        mx.set_cache_limit(pool)
-    return pinned
 
 
 def _cut_spare(caches: Caches) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from loadtests import attention_paths, cache_kinds, count, gpu_lab, harness, kv_passes, pinned, residency, zoo
+from loadtests import attention_paths, cache_kinds, count, gpu_lab, harness, kv_passes, pinned, report, residency, zoo
 from loadtests.lab import attention_paths as paths
 from loadtests.lab import caches, counting, experiment, line, suite
 from loadtests.lab import kv_passes as passes
@@ -168,7 +168,7 @@ def test_a_family_leaks_alone_in_mlx_lm_until_the_predicted_end(source):
     assert not residency.judge([row | {"expected": 3.0}])[0].holds
 
 
-@pytest.mark.parametrize("family", ["llama", "rwkv7"][:1])
+@pytest.mark.parametrize("family", ["llama", "rwkv7", "mamba2"])
 def test_marathon_pins_what_it_owns(monkeypatch, family):
     monkeypatch.setattr("loadtests.lab.shapes.build", zoo.build)
     rows = [{"shape": family} | row for row in weights_of.measure({"shape": family})]
@@ -242,3 +242,73 @@ def test_the_whole_command_answers_with_an_exit_code(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "MISSED  llama, step" in done.stdout
     assert json.dumps([row["point"] for row in experiment.read_rows(tmp_path / "kv_passes.csv")])
+
+
+# ---------------------------------------------------------------- the report
+SAMPLES = {
+    "residency": [
+        {"pattern": "x = x - 1, never evaluated", "buffers_a_step": 1.0, "bytes_a_step": 4.0},
+        {"family": "qwen3_5", "arm": "mlx_lm alone", "limit": 900, "buffers_a_step": 2.0, "holders": "a.b"}
+        | {"ceiling_metal": 249_500.0, "ceiling_predicted": 430.0, "ceiling_measured": 431.0},
+        {"family": "qwen3_5", "arm": "guard", "buffers_a_step": 0.0},
+    ],
+    "count": [
+        *({"shape": "llama", "way": "http", "rows": 1, "thousand": n, "tok_s": 90.0, "p50_ms": 9.0} for n in (1, 2, 3)),
+        {"shape": "llama", "way": "reference", "bare_second_ms": 1.0, "bare_last_ms": 1.1},
+    ],
+    "cache_kinds": [
+        {"shape": "llama", "kind": kind, "prompt": 513, "peak_mib": peak, "decode_tok_s": 9.0, "first_ms": 1.0}
+        for kind, peak in (("step", 100.0), ("concatenate", 150.0), ("contiguous", 150.0))
+    ],
+    "pinned": [{"shape": "llama", "moment": "decode", "ratio": 1.07}],
+    "attention_paths": [
+        *({"shape": "llama", "path": path, "prompt": 513, "peak_mib": 9.0} for path in ("steps", "fused")),
+        {"shape": "llama", "prompt": 512, "positions": 64, "top_differs": 3, "against_the_rule": 0},
+    ],
+    "kv_passes": [
+        *({"shape": "llama", "kind": "step", "point": "context", "kv_bytes": 1e6 * n, "ms": n} for n in (1, 2)),
+        {
+            "shape": "llama",
+            "kind": "step",
+            "point": "line",
+            "intercept_ms": 0.0,
+            "gb_s": 1.0,
+            "passes": 7.25,
+            "r2": 1.0,
+        },
+    ],
+}
+
+
+def written(folder):
+    programs = {program.__name__.rpartition(".")[2]: program for program in PROGRAMS}
+    for name, rows in SAMPLES.items():
+        columns = (*experiment.COMMON, *experiment.OF_THE_PROCESS, *programs[name].COLUMNS)
+        with experiment.Sheet(folder, name, columns) as sheet:
+            for row in rows:
+                sheet.write({"device": "a <device>", "system": "Linux", "mlx": "0.32.4", "commit": "abc"} | row)
+
+
+def test_the_report_is_one_page_with_every_finding(tmp_path, monkeypatch, capsys):
+    written(tmp_path)
+    monkeypatch.setattr("sys.argv", ["report", "--data", str(tmp_path), "--out", str(tmp_path)])
+    assert report.main() == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    short = (tmp_path / "report.md").read_text(encoding="utf-8")
+    for text in (page, short):
+        assert all(text.count(word) >= 6 for word in ("Asked.", "Published.", "On MLX.", "Not proven."))
+        assert "7.25" in text
+        assert "1.07" in text
+    assert page.count("<svg") == 4
+    assert "currentColor" in page
+    assert "<device>" not in page
+    assert "http://" not in page.replace("http://www.w3.org/", "")
+    assert "xmlns" in page
+    capsys.readouterr()
+
+
+def test_a_report_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["report", "--data", str(tmp_path), "--out", str(tmp_path)])
+    assert report.main() == 2
+    assert "no CSV file" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
