@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -245,7 +246,7 @@ def test_the_whole_command_answers_with_an_exit_code(tmp_path):
 
 
 # ---------------------------------------------------------------- the report
-SAMPLES = {
+SAMPLES: dict[str, Any] = {
     "residency": [
         {"pattern": "x = x - 1, never evaluated", "buffers_a_step": 1.0, "bytes_a_step": 4.0},
         {"family": "qwen3_5", "arm": "mlx_lm alone", "limit": 900, "buffers_a_step": 2.0, "holders": "a.b"}
