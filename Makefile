@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python scripts/install.py $(VENV) --
 STAMP := $(VENV)/.installed
 UV := 0.13
 
-.PHONY: tools install serve cuda test check soak bench chaos certify lock accept-survive accept-deaths accept-flat accept-clients accept-schemas accept-templates accept-tokenizers
+.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-clients accept-schemas accept-templates accept-tokenizers
 
 install: $(STAMP)
 
@@ -48,11 +48,14 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 
-# Long runs; none of them is part of `make test`.
+# Long runs; none of them is part of `make test`. The first two say beforehand how long they take.
 soak: install
-	$(BIN)/python -m loadtests.flat $(ARGS)
+	$(BIN)/python -m loadtests.lab soak $(ARGS)
 
 bench: install
+	$(BIN)/python -m loadtests.lab bench $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+speed: install
 	$(BIN)/python -m loadtests.speed $(ARGS)
 
 chaos: install
@@ -69,7 +72,8 @@ accept-survive: chaos
 accept-deaths: install
 	$(BIN)/python -m loadtests.chaos --mode lone starts burst no-spawn as-ready boundaries last-token drain-death paused $(ARGS)
 
-accept-flat: soak
+accept-flat: install
+	$(BIN)/python -m loadtests.flat $(ARGS)
 	$(BIN)/python -m loadtests.soak $(ARGS)
 
 accept-clients: install

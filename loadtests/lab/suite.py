@@ -74,3 +74,8 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+def report(out: Path) -> bool:
+    """Write the report of the rows in `out`; whether there is one."""
+    return harness.start([sys.executable, "-m", "loadtests.report", "--data", str(out), "--out", str(out)]).wait() == 0

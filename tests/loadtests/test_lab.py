@@ -3,22 +3,37 @@
 import json
 import subprocess
 import sys
+import zipfile
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from loadtests import attention_paths, cache_kinds, count, gpu_lab, harness, kv_passes, pinned, report, residency, zoo
+from loadtests import (
+    attention_paths,
+    cache_kinds,
+    count,
+    endurance,
+    gpu_lab,
+    harness,
+    kv_passes,
+    pinned,
+    report,
+    residency,
+    zoo,
+)
+from loadtests.lab import __main__ as laboratory
 from loadtests.lab import attention_paths as paths
-from loadtests.lab import caches, counting, experiment, line, suite
+from loadtests.lab import caches, counting, experiment, line, suite, traffic
+from loadtests.lab import endurance as enduring
 from loadtests.lab import kv_passes as passes
 from loadtests.lab import pinned as weights_of
 from loadtests.lab import residency as leaks
 from server.memory.allocator import CountUnavailable
 from server.memory.native_count import open_count
 
-PROGRAMS = [attention_paths, cache_kinds, count, gpu_lab, kv_passes, pinned, residency]
+PROGRAMS = [attention_paths, cache_kinds, count, endurance, gpu_lab, kv_passes, laboratory, pinned, report, residency]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +94,7 @@ def test_each_program_explains_itself(program, capsys):
     with pytest.raises(SystemExit) as ended:
         program.parse(["--help"])
     assert ended.value.code == 0
-    assert f"loadtests.{program.__name__.rpartition('.')[2]}" in capsys.readouterr().out
+    assert f"python -m {program.__name__.removesuffix('.__main__')}" in capsys.readouterr().out
 
 
 def test_a_suite_goes_on_after_a_part_that_fails_and_names_it(tmp_path, capfd):
@@ -92,12 +107,29 @@ def test_a_suite_goes_on_after_a_part_that_fails_and_names_it(tmp_path, capfd):
     assert "no time left" in capfd.readouterr().out
 
 
-def test_every_part_of_the_gpu_subset_is_understood():
+SUITES = [gpu_lab.parts(), gpu_lab.quick_parts(), laboratory.soak(), laboratory.bench(), laboratory.bench_of("folder")]
+
+
+@pytest.mark.parametrize("parts", SUITES)
+def test_every_part_of_a_suite_is_understood(parts, capsys):
     programs = {program.__name__.rpartition(".")[2]: program for program in PROGRAMS}
-    for part in (*gpu_lab.parts(), *gpu_lab.quick_parts()):
+    for part in parts:
         asked = programs[part.program].parse(list(part.arguments))
         assert programs[part.program].experiment(asked).cases
+    suite.announce(parts)
+    assert capsys.readouterr().out.startswith(f"{len(parts)} parts, about ")
+
+
+def test_suites_keep_to_their_times():
     assert sum(part.seconds for part in gpu_lab.parts()) <= 8 * 60
+    assert sum(part.seconds for part in laboratory.soak()) <= 15 * 60
+
+
+def test_the_results_are_packed_into_one_file(tmp_path):
+    for name in ("count.csv", "report.html", "other.txt"):
+        (tmp_path / name).write_text(name)
+    with zipfile.ZipFile(laboratory.packed(tmp_path)) as archive:
+        assert archive.namelist() == ["count.csv", "report.html"]
 
 
 # ---------------------------------------------------------------- caches
@@ -243,6 +275,56 @@ def test_the_whole_command_answers_with_an_exit_code(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "MISSED  llama, step" in done.stdout
     assert json.dumps([row["point"] for row in experiment.read_rows(tmp_path / "kv_passes.csv")])
+
+
+# ---------------------------------------------------------------- endurance
+def ended(**fields):
+    return traffic.Ending(
+        **({"limit": 8, "status": 200, "finishes": 1, "finish": "length", "tokens": 8, "done": True} | fields)
+    )
+
+
+def test_truthful_endings_are_told_from_others():
+    assert not traffic.is_truthful("short", ended())
+    assert not traffic.is_truthful("disconnect", ended(left=True, finishes=0, done=False))
+    assert not traffic.is_truthful("deadline", ended(finishes=0, finish="", error="timeout"))
+    assert not traffic.is_truthful("schema", ended(finish="stop", tokens=5, text='{"kind": "one", "count": 3}'))
+    for kind, fields in {
+        "short": {"finish": "stop"},
+        "long": {"tokens": 7},
+        "plain": {"finishes": 2},
+        "agent": {"done": False},
+        "deadline": {"error": "timeout"},
+        "long prompt": {"finishes": 0, "finish": "", "error": "internal_error"},
+        "tools": {"finish": "stop", "tokens": 3},
+        "schema": {"finish": "stop", "tokens": 3, "text": "{"},
+        "disconnect": {"after_end": True},
+    }.items():
+        assert traffic.is_truthful(kind, ended(**fields)), kind
+
+
+def test_a_stream_is_read_to_its_end():
+    ending = traffic.Ending(limit=2)
+    for text in ('data: {"choices": [{"delta": {"content": "a"}}]}', "", ": still here"):
+        traffic.read_line(ending, text)
+    traffic.read_line(ending, 'data: {"choices": [{"delta": {}, "finish_reason": "length"}]}')
+    traffic.read_line(ending, 'data: {"choices": [], "usage": {"completion_tokens": 2}}')
+    traffic.read_line(ending, "data: [DONE]")
+    assert (ending.text, ending.finish, ending.tokens, ending.done) == ("a", "length", 2, True)
+    assert traffic.is_truthful("short", ending) == ""
+    traffic.read_line(ending, 'data: {"choices": []}')
+    assert "whole" in traffic.is_truthful("short", ending)
+
+
+def test_traffic_has_slopes_and_growth():
+    readings = [enduring.Reading(10.0 * n, 100.0 + n, 50.0, 9.0, 3.0) for n in range(20)]
+    found = enduring.slopes(readings)
+    assert found["live_slope"] == pytest.approx(360)
+    assert found["bytes_slope"] == pytest.approx(0)
+    assert found["live_growth"] == pytest.approx(119 / 109)
+    row = {"shape": "llama", "untruthful": 0, "requests": 9, "left_running": 0, "faults": ""} | found
+    asked = endurance.parse(["--growth", "1.05"])
+    assert [bound.holds for bound in endurance.experiment(asked).judge([row])] == [True, True, False, True]
 
 
 # ---------------------------------------------------------------- the report
