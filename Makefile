@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python scripts/install.py $(VENV) --
 STAMP := $(VENV)/.installed
 UV := 0.13
 
-.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-clients accept-schemas accept-templates accept-tokenizers
+.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-clients accept-schemas accept-templates accept-tokenizers
 
 install: $(STAMP)
 
@@ -75,6 +75,9 @@ accept-deaths: install
 accept-flat: install
 	$(BIN)/python -m loadtests.flat $(ARGS)
 	$(BIN)/python -m loadtests.soak $(ARGS)
+
+accept-pauses: install
+	$(BIN)/python -m loadtests.pauses $(ARGS)
 
 accept-clients: install
 	$(BIN)/python scripts/clients.py $(ARGS)

@@ -14,7 +14,7 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
         ├── ModelNotFound             404
         ├── UnknownUrl                404
         ├── MethodError          405
-        ├── RequestTimeout            408  the request's own deadline passed
+        ├── RequestTimeout            408  the request's deadline passed, or it stopped coming
         ├── RequestTooLarge           413
         ├── UnsupportedMediaType      415  a content coding or charset that isn't decoded
         ├── HeadTooLarge              431
@@ -185,7 +185,8 @@ class MethodError(RequestError):
 
 
 class RequestTimeout(RequestError):
-    """The deadline that the request or the server set has passed; queue time counts."""
+    """The deadline that the request or the server set has passed, queue time counting; or the client stopped in the
+    middle of its request."""
 
     status = 408
     type = "server_error"

@@ -30,7 +30,7 @@ REASONS = {
     403: "the Host or Origin header names a foreign place",
     404: "no such model or URL",
     405: "no such method",
-    408: "the deadline has passed",
+    408: "the deadline has passed, or the request stopped coming",
     413: "the body is too large",
     415: "the body's content coding or charset isn't decoded",
     429: "too many requests wait already",

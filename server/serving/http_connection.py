@@ -11,6 +11,7 @@ What uvicorn 0.54's httptools protocol does otherwise, and what is done here ins
 - Bytes that are no HTTP are answered 400 in the middle of an earlier request's answer. Here that answer is finished.
 - A refusal of a body that was announced with `Expect: 100-continue` leaves the connection open, and the client's next
   request would be read as that body.
+- A client that stops in the middle of a head or a body keeps its connection for ever. Here it is told 408.
 - Heads of any size are collected; trailers become headers; a target in absolute form leaves the Host header in force; a
   request for another protocol loses its body; HTTP/1.0 clients get chunks.
 """
@@ -28,9 +29,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from server.api.middleware.access import ABORT, FAULT, FILLER, UNSENT
 from server.api.middleware.presence import OUT_OF_BAND, Presence
-from server.errors import HeadTooLarge, InvalidValue, RequestError
+from server.errors import HeadTooLarge, InvalidValue, RequestError, RequestTimeout
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request's first line and headers
+HEAD_SECONDS = 60.0  # from the first byte of a request to the end of its headers
+BODY_SECONDS = 60.0  # without a byte of a body that isn't whole yet; one that comes slowly may take any time
 LINGER_SECONDS = 2.0  # for what a client still sends after an answer that ends its connection
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -104,6 +107,7 @@ class Protocol(HttpToolsProtocol):
     """uvicorn's protocol of one connection, as the module says."""
 
     _in_head = False
+    _in_body = False
     _head_bytes = 0
     _refusal: RequestError | None = None
     _serving: RequestResponseCycle | None = None
@@ -111,10 +115,12 @@ class Protocol(HttpToolsProtocol):
     _deaf = False  # what else the client sends is ignored
     _presence: Presence
     _linger_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None  # until the client must have gone on with what it sends
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._presence = Presence(transport, self._filler)
+        self._expect_more()
 
     # ---------------------------------------------------------------- what comes in
     def data_received(self, data: bytes) -> None:
@@ -125,10 +131,17 @@ class Protocol(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES and not self._deaf:
             self._refusal = _head_too_large()
             self.send_400_response(str(self._refusal))
+        if not self._in_head:
+            self._expect_more()
 
     def on_message_begin(self) -> None:
         self._in_head = True
+        self._set_read_timer(HEAD_SECONDS)
         super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # else it is a trailer, and nothing here reads those
@@ -136,6 +149,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._in_body = True
         self._refusal = self._fault_of_head()
         if self._refusal is not None:
             raise self._refusal  # the parser ends the request
@@ -163,6 +177,39 @@ class Protocol(HttpToolsProtocol):
         elif not hosts and self.parser.get_http_version() == "1.0":
             self.headers.append((b"host", authority))
 
+    # ---------------------------------------------------------------- clients that stop sending
+    def _expect_more(self) -> None:
+        """Gives the client its time anew, where it is the client's turn."""
+        self._forget_read_timer()
+        if self._in_body and not self._deaf:
+            self._set_read_timer(BODY_SECONDS)
+        elif self._is_idle and not self._deaf:
+            self._set_read_timer(self.timeout_keep_alive)
+
+    def _set_read_timer(self, seconds: float) -> None:
+        self._forget_read_timer()
+        self._read_timer = self.loop.call_later(seconds, self._stop_waiting)
+
+    def _forget_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+
+    def _stop_waiting(self) -> None:
+        if self._deaf:
+            return
+        if self.flow.read_paused or self._has_to_be_asked:
+            self._set_read_timer(BODY_SECONDS)  # it would go on if it could
+        elif self._in_head or self._in_body:
+            self._refusal = _too_slow(self._in_head)
+            self.send_400_response(str(self._refusal))
+        else:
+            self.transport.close()
+
+    @property
+    def _has_to_be_asked(self) -> bool:
+        """The client sends its body once it gets an interim answer, which it hasn't got."""
+        return self._in_body and self.cycle.waiting_for_100_continue and not self.cycle.response_complete
+
     # ---------------------------------------------------------------- requests and their answers
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         cycle.__class__ = WithoutChunks if cycle.scope["http_version"] == "1.0" else Exchange
@@ -184,13 +231,13 @@ class Protocol(HttpToolsProtocol):
         if not self._is_idle:
             self.cycle.keep_alive = False
             if within:
-                self._break_off(msg)
+                self._break_off(self._refusal or InvalidValue(msg))
             return
         if not within:  # else that request has been refused already
             self.transport.write(_as_bytes(self._refusal or InvalidValue(msg)))
         self._linger()
 
-    def _break_off(self, why: str) -> None:
+    def _break_off(self, why: RequestError) -> None:
         """Tells the reader of the newest request's body that there will be no more of it."""
         cast("dict[str, Any]", self.cycle.scope)[FAULT] = why
         self.cycle.message_event.set()
@@ -240,6 +287,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._presence.forget()
+        self._forget_read_timer()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         super().connection_lost(exc)
@@ -258,3 +306,9 @@ def _as_bytes(error: RequestError) -> bytes:
 
 def _head_too_large() -> HeadTooLarge:
     return HeadTooLarge(f"The request's first line and headers are larger than {MAX_HEAD_BYTES} bytes")
+
+
+def _too_slow(in_head: bool) -> RequestTimeout:
+    if in_head:
+        return RequestTimeout(f"The request's headers weren't whole {HEAD_SECONDS:g} s after its first byte")
+    return RequestTimeout(f"Nothing of the request's body came for {BODY_SECONDS:g} s, and it isn't whole")

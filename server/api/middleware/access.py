@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import Draining, InternalError, InvalidValue, RequestError
+from server.errors import Draining, InternalError, RequestError
 
 access_log = logging.getLogger("marathon.access")
 log = logging.getLogger("marathon.api")
@@ -29,7 +29,7 @@ KEY = "marathon.record"
 # In a request's scope, between its connection and who answers it:
 ABORT = "marathon.abort"  # cuts the connection
 UNSENT = "marathon.unsent"  # tells how many bytes of answers the client's machine hasn't taken
-FAULT = "marathon.fault"  # why the request can't become whole, once it is known
+FAULT = "marathon.fault"  # the error that tells why the request can't become whole, once it is known
 FILLER = "marathon.filler"  # what may stand between two parts of the answer and means nothing; put there by the answer
 QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -121,7 +121,7 @@ class Access:
             await self._app(scope, receive, stamped)
         except ClientDisconnect:
             if FAULT in scope and not record.status:
-                await refusal(scope, InvalidValue(scope[FAULT]))(scope, receive, stamped)
+                await refusal(scope, scope[FAULT])(scope, receive, stamped)
             else:
                 record.facts["finish"] = "client left"
         except asyncio.CancelledError:  # the server has ended, and this one was neither sent nor read to its end

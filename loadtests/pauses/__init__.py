@@ -1,0 +1,1 @@
+"""Whether anything that a client sends can stop the streams of others."""

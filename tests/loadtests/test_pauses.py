@@ -1,0 +1,69 @@
+"""What a client sends doesn't stop the streams of others, and the program that measures it would notice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from loadtests.pauses import __main__ as pauses
+from loadtests.pauses.observed_server import SIZE, Note, watch
+from loadtests.pauses.worst_requests import worst
+from loadtests.zoo.models import obtain
+
+SHARE = 0.04
+GENEROUS = 0.25  # seconds of the server process's own work; what it takes at full size is a tenth of that
+KINDS = (
+    "text as escapes",
+    "members",
+    "ids",
+    "no UTF-8",
+    "messages",
+    "gzip in gzip",
+    "deep schema",
+    "stop ids",
+    "/open",
+    "4 ×",
+)
+
+
+@pytest.fixture
+def note(tmp_path: Path) -> Note:
+    (tmp_path / "note").write_bytes(bytes(SIZE))
+    return Note(tmp_path / "note")
+
+
+async def test_a_hold_of_the_event_loop_is_noticed(note: Note) -> None:
+    watching = asyncio.create_task(watch(note))
+    await asyncio.sleep(0.02)
+    note.write(0.0, 0.0)
+    deadline = time.process_time() + 0.1
+    while time.process_time() < deadline:
+        pass
+    await asyncio.sleep(0.02)
+    watching.cancel()
+    late, held = note.read()
+    assert late >= held >= 0.09
+
+
+async def test_a_wait_for_the_processor_isnt_taken_for_a_hold(note: Note) -> None:
+    watching = asyncio.create_task(watch(note))
+    await asyncio.sleep(0.02)
+    note.write(0.0, 0.0)
+    time.sleep(0.2)
+    await asyncio.sleep(0.02)
+    watching.cancel()
+    late, held = note.read()
+    assert late > 0.15
+    assert held < 0.1
+
+
+def test_no_kind_of_request_holds_the_event_loop(tmp_path: Path) -> None:
+    chosen = [one for one in worst(SHARE) if one.name.startswith(KINDS)]
+    assert len(chosen) > 20
+    with pauses.observed(obtain(pauses.MODEL, tmp_path), tmp_path) as site:
+        idle = site.beside(lambda: time.sleep(0.5))
+        for request, found in pauses.measure(site, chosen, idle):
+            assert found.held < GENEROUS, request.name
