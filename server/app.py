@@ -40,6 +40,7 @@ def create_app(served: AppContext) -> FastAPI:
         version=server.__version__,
         description="OpenAI-compatible text generation whose generations do not die.",
         lifespan=lifespan(served),
+        openapi_url=None,  # `openapi.routes` has it
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -51,6 +52,7 @@ def create_app(served: AppContext) -> FastAPI:
     app.include_router(tokenize.routes(served))
     app.include_router(health.routes(served))
     app.include_router(status.routes(served))
+    app.include_router(openapi.routes(app))
     _add_handlers(app)
     _add_middleware(app, served)
     return app
@@ -87,9 +89,7 @@ def lifespan(served: AppContext) -> Callable[[FastAPI], Any]:
         finally:
             feed.cancel()
             await supervisor.stop(supervisor.clock())
-            served.large.close()
-            served.prover.close()
-            served.worker.shutdown(cancel_futures=True)
+            served.close()
 
     return alive
 

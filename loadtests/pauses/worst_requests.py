@@ -102,8 +102,8 @@ def _history(size: float) -> list[dict[str, Any]]:
     return [USER, said, {"role": "tool", "tool_call_id": "call_1", "content": "done"}, USER]
 
 
-def _said(size: float) -> bytes:
-    return _chat(messages=[USER | {"content": SENTENCE * (int(size) // len(SENTENCE))}])
+def _said(size: float, words: str = SENTENCE) -> bytes:
+    return _chat(messages=[USER | {"content": words * (int(size - 200) // len(words))}])
 
 
 def _turns(count: int) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ def _large(share: float) -> Iterator[WorstRequest]:
     yield WorstRequest("text without blanks", TEXT, [_prompt(b"a", share)])
     yield WorstRequest("text as escapes", TEXT, [_prompt(b"\\u00e9\\n", share)])
     yield WorstRequest("text of broken escapes", TEXT, [_prompt(b"\\ud800", share)])
-    yield WorstRequest("text of special tokens", TEXT, [_prompt(b"<|im_end|>", share)])
+    yield WorstRequest("text of special tokens", CHAT, [_said(CAP * share, "<|im_end|>")])
     yield WorstRequest("text in a message", CHAT, [_said(CAP * share)])
     yield WorstRequest("numbers", TEXT, [_unheard(b"1234.5,", b"1", share)])
     yield WorstRequest("long number", TEXT, [_unheard(b"1", b"1", share)])
@@ -191,7 +191,7 @@ def _many(share: float) -> Iterator[WorstRequest]:
         ("texts", TEXT, _prompt(SENTENCE.encode(), part)),
         ("texts as escapes", TEXT, _prompt(b"\\u00e9\\n", part)),
         ("texts without blanks", TEXT, _prompt(b"a", part)),
-        ("texts of special tokens", TEXT, _prompt(b"<|im_end|>", part)),
+        ("texts of special tokens", CHAT, _said(MIDDLING, "<|im_end|>")),
         ("lists", TEXT, _unheard(b"[],", b"[]", part)),
         ("members", TEXT, _unheard(b'{"a":1},', b"{}", part)),
         ("ids", TEXT, _asks(prompt=[5] * 84_000)),

@@ -1,8 +1,9 @@
 """What every route needs: the settings, the model's names, and the parts below.
 
 Owns the choice where a body is parsed, checked, templated and tokenised: the shortest ones on the event loop, most in
-one worker thread, so that the loop goes on reading the seam, and large ones in a process of their own, since a thread
-would hold the interpreter. `AppContext` runs on the event loop, `ServedModel` in all three places.
+one worker thread, so that the loop goes on reading the seam, those with schemas in other threads, since checking one
+may take seconds, and large ones in a process of their own, since a thread would hold the interpreter. `AppContext` runs
+on the event loop, `ServedModel` in all these places.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from server.text.tokenizer import Tokenizer
 
 PARTS = ("mlx-marathon", "mlx", "mlx-lm")  # what an answer's text can depend on besides the model
 LIGHT_BYTES = 4096  # of a body that takes a millisecond or two
+SCHEMA_THREADS = 2  # each waits most of its time; more would make the event loop wait for the interpreter
 HEAVY = (  # may take more
     b"response_format", b"structured_outputs", b"guided_", b"json_schema", b"grammar", b"regex", b"ebnf", b"tools",
     b"logit_bias", b"\\u",  # any of the words may be spelled with escapes
@@ -100,6 +102,9 @@ class AppContext(ServedModel):
     supervisor: Supervisor
     metrics: Metrics
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="text"))
+    schema_workers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(SCHEMA_THREADS, thread_name_prefix="schemas")
+    )
     noted: set[str] = field(default_factory=set)  # unknown fields that the log has named
     large: LargeRequests = field(init=False)
     feed: Feed = field(init=False)
@@ -135,13 +140,22 @@ class AppContext(ServedModel):
         """
         if len(content) > LARGE_BYTES:
             return await self.large.prepare(work, content, *more)
-        if len(content) <= LIGHT_BYTES and not any(word in content for word in HEAVY):
+        if any(word in content for word in HEAVY):
+            return await self._think(self.schema_workers, work, self, content, *more)
+        if len(content) <= LIGHT_BYTES:
             return within_depth(work, self, content, *more)
-        return await self.think(work, self, content, *more)
+        return await self._think(self.worker, work, self, content, *more)
 
-    async def think(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """`work(*arguments)` in the worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.worker, within_depth, work, *arguments)
+    async def _think(self, threads: ThreadPoolExecutor, work: Callable[..., Result], *arguments: object) -> Result:
+        """`work(*arguments)` in one of the threads."""
+        return await asyncio.get_running_loop().run_in_executor(threads, within_depth, work, *arguments)
+
+    def close(self) -> None:
+        """Ends the threads and processes that prepare requests."""
+        self.large.close()
+        self.prover.close()
+        self.worker.shutdown(cancel_futures=True)
+        self.schema_workers.shutdown(cancel_futures=True)
 
     def note_unknown(self, endpoint: str, fields: list[str]) -> None:
         """Counts fields that nobody knows; each name is logged once."""

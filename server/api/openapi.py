@@ -1,20 +1,23 @@
 """The OpenAPI document.
 
 Owns what FastAPI can't see by itself: request bodies, which are read and checked by hand, event streams, and the
-error answers of each route. Runs at start.
+error answers of each route. It is made once, in a thread, when it is first asked for: that takes some 100 ms.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
 
 from server.api.input.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
 from server.api.output.schema import ChatCompletionChunk, ErrorBody, TextCompletion
+from server.api.output.sse import encode
 
 REQUESTS: list[type[BaseModel]] = [
     ChatRequest,
@@ -74,13 +77,26 @@ def event_stream(description: str) -> dict[str, Any]:
     return {"description": description, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 
+def routes(app: FastAPI) -> APIRouter:
+    """The route of the document itself, which it doesn't name."""
+    router = APIRouter(include_in_schema=False)
+    made: list[bytes] = []  # the document, once it is
+
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        """What there is to ask for."""
+        if not made:
+            made.append(await asyncio.to_thread(lambda: encode(app.openapi())))
+        return Response(made[0], media_type="application/json")
+
+    return router
+
+
 def document(app: FastAPI) -> dict[str, Any]:
-    """The whole document, made once."""
-    if app.openapi_schema is None:
-        made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        made["components"]["schemas"] |= schemas(REQUESTS, "validation") | schemas(CHUNKS, "serialization")
-        app.openapi_schema = made
-    return app.openapi_schema
+    """The whole document."""
+    made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    made["components"]["schemas"] |= schemas(REQUESTS, "validation") | schemas(CHUNKS, "serialization")
+    return made
 
 
 def schemas(models: list[type[BaseModel]], mode: Literal["validation", "serialization"]) -> dict[str, Any]:

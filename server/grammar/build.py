@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from llguidance import LLMatcher
@@ -29,6 +30,7 @@ OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": 
 NO_FORCING = '%llguidance {"no_forcing": true}'
 MAX_CALLS = 16
 MAX_LOOKS = 200  # at parts of a schema, in search of the one at fault
+LOOK_SECONDS = 0.5  # for the check of the schema and that search: a part may take as long to check as the whole
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 Tag = tuple[str | int, ...]  # texts in ordinary tokens, and the ids of control tokens
 
@@ -194,12 +196,13 @@ def check(schema: Any, param: str, prove: Prove = checker.fault) -> None:
     """Raises InvalidValue, naming the innermost place at fault, when a schema can't be enforced."""
     if schema is False:
         raise InvalidValue(f"{param}: no answer could follow the schema `false`", param=param)
+    until = monotonic() + LOOK_SECONDS
     try:
         fault = _fault(f"start: {json_rule(schema)}", prove)
     except RecursionError:
         fault = "it is nested too deeply"
     if fault:
-        place, inner = _innermost(schema, param, fault, prove)
+        place, inner = _innermost(schema, param, fault, prove, until)
         raise InvalidValue(f"{place}: this schema can't be enforced: {inner}", param=place)
 
 
@@ -211,8 +214,8 @@ def _fault(lark: str, prove: Prove) -> str:
     return " ".join(first.partition("\n   1 |")[0].split())[:500]
 
 
-def _innermost(schema: Any, place: str, fault: str, prove: Prove) -> tuple[str, str]:
-    """Goes down as long as a part is at fault by itself."""
+def _innermost(schema: Any, place: str, fault: str, prove: Prove, until: float) -> tuple[str, str]:
+    """Goes down as long as a part is at fault by itself and there is time."""
     looks = MAX_LOOKS
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
     found = True
@@ -220,8 +223,8 @@ def _innermost(schema: Any, place: str, fault: str, prove: Prove) -> tuple[str, 
         found = False
         for name, part in parts(schema):
             looks -= 1
-            if looks < 0:
-                break
+            if looks < 0 or monotonic() > until:
+                return place, fault
             if inner := _fault(f"start: {json_rule(shared | part)}", prove):
                 schema = part
                 place = place + name

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import threading
 from typing import Any
 
 import large_works
@@ -106,6 +107,18 @@ async def test_a_request_that_fits_is_answered_and_one_that_doesnt_is_refused(mo
         assert far.json()["error"]["code"] == "context_length_exceeded"
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_a_schema_that_takes_long_to_check_delays_no_text(monkeypatch):
+    checked = threading.Event()
+    async with run_server(engine(context=LARGE_BYTES)) as site:
+        monkeypatch.setattr(site.served.prover, "fault", lambda grammar: "" if checked.wait(20) else "late")
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+        slow = [asyncio.create_task(site.chat(response_format=form)) for _ in range(5)]
+        assert (await site.complete("word " * 2_000)).status_code == 200
+        assert not any(one.done() for one in slow)
+        checked.set()
+        assert [one.status_code for one in await asyncio.gather(*slow)] == [200] * 5
 
 
 async def test_what_a_hostile_request_takes_is_given_back():

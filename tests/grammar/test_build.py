@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -165,6 +166,24 @@ def test_what_would_end_or_stall_the_process_is_refused(schema: dict[str, Any]) 
 )
 def test_what_only_looks_dangerous_is_not_refused(schema: dict[str, Any]) -> None:
     build.answer({"type": "object", "properties": {"a": schema}, "default": {"a": {"const": 5}}})
+
+
+def test_the_search_for_the_place_at_fault_ends_soon() -> None:
+    """Each part may take as long to check as the whole."""
+    asked = 0
+
+    def prove(grammar: str) -> str:
+        nonlocal asked
+        asked += 1
+        time.sleep(build.LOOK_SECONDS / 5)
+        return "it can't"
+
+    schema: dict[str, Any] = {}
+    for _ in range(100):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(InvalidValue, match="it can't"):
+        build.answer(schema, param="schema", prove=prove)
+    assert asked <= 7
 
 
 def test_a_model_whose_calls_are_no_json_cannot_be_forced() -> None:
