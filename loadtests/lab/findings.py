@@ -195,9 +195,9 @@ def _ends_of(own: Rows, reference: Rows) -> list[str]:
 
 def _curve(device: str, curves: Mapping[Key, Rows]) -> list[tuple[str, str]]:
     series = []
-    for (_, shape, way, batch, _), own in curves.items():
+    for (_, shape, _, batch, real), own in curves.items():
         name = f"{shape}, {batch} row" + ("" if batch == "1" else "s")
-        name += ", HTTP" if way == "http" else ""
+        name += {"1000": "", "": ", HTTP"}.get(real, ", sampled")
         series.append(Series(name, [row["thousand"] for row in own], [row["p50_ms"] for row in own]))
     plot = Plot(
         f"Time between tokens, {device}", "tokens of the answer, in thousands", "p50 of the thousand, ms", series

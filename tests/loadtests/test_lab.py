@@ -1,5 +1,6 @@
 """The laboratory on tiny models: each measurement gives what it promises, and each bound can be missed."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from loadtests import (
@@ -275,6 +277,26 @@ def test_the_whole_command_answers_with_an_exit_code(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "MISSED  llama, step" in done.stdout
     assert json.dumps([row["point"] for row in experiment.read_rows(tmp_path / "kv_passes.csv")])
+
+
+@pytest.fixture
+def upstream():
+    """The reproduction for mlx-lm, as a module."""
+    spec = importlib.util.spec_from_file_location(
+        "live_buffers", harness.ROOT / "docs" / "upstream" / "live_buffers.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reproduction_for_upstream_shows_the_leak_and_its_mend(upstream, monkeypatch, capsys):
+    monkeypatch.setattr(GenerationBatch, "_step", GenerationBatch._step)
+    for arguments, holds in (([], 401), (["--mend"], 1)):
+        monkeypatch.setattr("sys.argv", ["live_buffers.py", *arguments])
+        upstream.main()
+        assert f"after 400 tokens: layer 3's offset holds {holds}\n" in capsys.readouterr().out
+    assert upstream.bare_caches(50) == (51, 51)
 
 
 # ---------------------------------------------------------------- endurance
