@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python scripts/install.py $(VENV) --
 STAMP := $(VENV)/.installed
 UV := 0.13
 
-.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-clients accept-schemas accept-templates accept-tokenizers
+.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-clients accept-schemas accept-templates accept-tokenizers accept-monitoring
 
 install: $(STAMP)
 
@@ -78,6 +78,9 @@ accept-flat: install
 
 accept-pauses: install
 	$(BIN)/python -m loadtests.pauses $(ARGS)
+# The shipped alerts and dashboard in a real Prometheus, which `make tools` fetches.
+accept-monitoring: install
+	$(BIN)/python -m loadtests.monitoring $(ARGS)
 
 accept-clients: install
 	$(BIN)/python scripts/clients.py $(ARGS)

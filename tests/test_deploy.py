@@ -17,7 +17,8 @@ import yaml
 from server import cli, serve
 from server.settings import ENV_PREFIX, Settings, option
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd" / "marathon.service"
 AGENT = DEPLOY / "launchd" / "marathon.plist"
 DRAIN = Settings.model_fields["drain_seconds"].default + serve.CLOSE_SECONDS
@@ -182,3 +183,91 @@ def test_prometheus_is_started_with_a_folder_that_a_plain_user_may_write(page: P
     commands = re.findall(r"prometheus --config\.file=\S+[^`\n]*", page.read_text(encoding="utf-8"))
     assert commands
     assert all("--storage.tsdb.path=" in command for command in commands)
+
+
+# ---------------------------------------------------------------- alerts, and what to do about them
+ALERTS = DEPLOY / "prometheus" / "alerts.yml"
+RUNBOOK = ROOT / "server" / "api" / "static" / "runbook.md"
+
+
+def promtool() -> str:
+    """Prometheus's own checker: the one of `make tools`, or one that is installed."""
+    own = ROOT / "build" / "tools" / "promtool"
+    found = str(own) if own.exists() else shutil.which("promtool")
+    if found is None:
+        pytest.skip("no promtool; `make tools` fetches one")
+    return found
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_each_alert_has_a_paragraph_in_the_runbook_and_each_paragraph_an_alert():
+    text = RUNBOOK.read_text(encoding="utf-8")
+    paragraphs = dict(re.findall(r"^## (\w+)\n\n(.+?)(?=\n## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert set(paragraphs) == {rule["alert"] for rule in alerts()}
+    for name, paragraph in paragraphs.items():
+        assert "**Look**" in paragraph, name
+        assert "**Do**" in paragraph, name
+
+
+def test_each_alert_links_to_its_paragraph_on_the_server_that_it_is_about():
+    for rule in alerts():
+        url = rule["annotations"]["runbook_url"]
+        assert url == "http://{{ $labels.instance }}/page/runbook.html#" + rule["alert"]
+
+
+def test_the_runbook_names_options_and_alerts_that_exist():
+    text = RUNBOOK.read_text(encoding="utf-8")
+    options = set(re.findall(r"`--([\w-]+)", text))
+    assert options <= {name.replace("_", "-") for name in Settings.model_fields}
+    assert set(re.findall(r"\bMarathon[A-Z]\w+", text)) <= {rule["alert"] for rule in alerts()}
+
+
+def test_prometheus_finds_no_fault_in_the_alerts_and_the_configurations():
+    for command in (
+        ["check", "rules", ALERTS],
+        ["check", "config", "--syntax-only", DEPLOY / "prometheus" / "prometheus.yml"],
+        ["check", "config", "--syntax-only", DEPLOY / "prometheus" / "compose.yml"],
+    ):
+        found = subprocess.run([promtool(), *command], capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_each_alert_fires_when_it_should_and_stays_silent_when_it_should():
+    tests = DEPLOY / "prometheus" / "alerts_test.yml"
+    text = tests.read_text(encoding="utf-8")
+    assert [rule["alert"] for rule in alerts() if f'alertname="{rule["alert"]}"' not in text] == []
+    found = subprocess.run([promtool(), "test", "rules", tests], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_a_rule_that_never_fires_is_noticed(tmp_path: Path):
+    broken = ALERTS.read_text(encoding="utf-8").replace(
+        "marathon_buffers_per_token > 0.05", "marathon_buffers_per_token > 9"
+    )
+    (tmp_path / "alerts.yml").write_text(broken, encoding="utf-8")
+    shutil.copy(DEPLOY / "prometheus" / "alerts_test.yml", tmp_path)
+    found = subprocess.run([promtool(), "test", "rules", tmp_path / "alerts_test.yml"], capture_output=True, text=True)
+    assert found.returncode != 0
+
+
+def test_both_scrapes_differ_in_the_target_alone():
+    here, there = (
+        yaml.safe_load((DEPLOY / "prometheus" / name).read_text(encoding="utf-8"))
+        for name in ("prometheus.yml", "compose.yml")
+    )
+    assert here["scrape_configs"][0].pop("static_configs") != there["scrape_configs"][0].pop("static_configs")
+    assert here == there
+
+
+def test_compose_mounts_files_that_are_there_and_listens_here_only():
+    services = yaml.safe_load((DEPLOY / "compose.yml").read_text(encoding="utf-8"))["services"]
+    mounted = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
+    assert [path for path in mounted if path.startswith("./") and not (DEPLOY / path).exists()] == []
+    assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service["ports"])
+    providers = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/marathon.yml").read_text(encoding="utf-8"))
+    folder = providers["providers"][0]["options"]["path"]
+    assert any(f"{folder}/marathon.json" in volume for volume in services["grafana"]["volumes"])

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import timeit
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -616,7 +617,7 @@ def selectors(expression: str) -> Iterator[tuple[str, str]]:
 def check_query(expression: str, seen: Scrape) -> None:
     """Every metric, label and label value of a query exists."""
     found = list(selectors(expression))
-    assert found or "up{" in expression, expression
+    assert found or re.search(r"\b(?:up|process_start_time_seconds)\{", expression), expression
     for name, matchers in found:
         rows = seen.labels(name)
         assert rows, f"{name} doesn't exist: {expression}"
@@ -639,7 +640,7 @@ def test_every_alert_asks_for_series_that_exist(counted, view):
     for rule in rules:
         check_query(rule["expr"], seen)
         assert rule["labels"]["severity"] in ("warning", "critical")
-        assert rule["annotations"]["summary"]
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
         assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
     assert len({rule["alert"] for rule in rules}) == len(rules)
 
@@ -692,11 +693,39 @@ def test_the_dashboard_shows_every_family_but_the_ones_for_joins_and_debugging(d
     asked = " ".join(target["expr"] for panel in panels(dashboard) for target in panel.get("targets", ()))
     missing = {name for name in CONTRACT if name not in asked}
     assert missing == {
-        "marathon_build_info",
-        "marathon_model_info",
         "marathon_live_buffer_source_info",
         "marathon_unknown_request_fields_total",
     }
+
+
+def test_every_panel_says_what_it_shows_and_every_legend_its_mean_max_and_last(dashboard):
+    for panel in panels(dashboard):
+        if panel["type"] != "row":
+            assert panel["description"], panel["title"]
+        if panel["type"] == "timeseries":
+            assert panel["options"]["legend"]["calcs"] == ["mean", "max", "lastNotNull"], panel["title"]
+
+
+def test_no_panel_lies_on_another_and_the_verdict_comes_first(dashboard):
+    cells = Counter()
+    for panel in panels(dashboard):
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        cells.update(
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        )
+    assert max(cells.values()) == 1
+    assert [panel["title"] for panel in panels(dashboard)][:2] == ["Verdict", "Verdict"]
+    assert [panel["title"] for panel in panels(dashboard) if panel["type"] == "row"][1] == "Survival"
+
+
+def test_what_is_not_well_is_never_green(dashboard):
+    for panel in panels(dashboard):
+        for override in panel.get("fieldConfig", {}).get("overrides", []):
+            if re.search("hold|rotate|crash|error", override["matcher"]["options"]):
+                assert "green" not in json.dumps(override), panel["title"]
 
 
 def test_the_dashboard_names_no_data_source_of_its_own(dashboard):

@@ -1,0 +1,247 @@
+"""The shipped monitoring in a real Prometheus: `python -m loadtests.monitoring [--seconds 120]`.
+
+Serves a tiny model, scrapes it with the shipped configuration, loads it, kills its engine once, and looks at the end
+whether every rule evaluates, which alerts fired, and which panels of the dashboard have no data. Then the same with a
+leak (`--faults leak:…`): the residency alert must fire before the first rotation. Then a long prompt alone, which must
+fire nothing. Needs `prometheus` from `make tools` or an installed one. Its exit code is 0 when all of that holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from loadtests import harness
+from loadtests.harness import ROOT, Failed, Server
+from loadtests.zoo import write
+
+SHIPPED = ROOT / "deploy" / "prometheus"
+DASHBOARD = ROOT / "deploy" / "grafana" / "marathon.json"
+SCRAPED = "127.0.0.1:8080"
+EMPTY = {  # panels that may have no data here, and why
+    "Findings of the census": "nothing leaks",
+    "Time to exhaustion": "drawn only while a slope rises",
+    "Tokens to exhaustion": "drawn only while a slope rises",
+    "Seconds without progress": "drawn only while requests run",
+    "Refused, by reason": "nothing is refused",
+    "Automatic acts": "nothing has to act",
+    "Memory used": "MLX has no memory limit on some devices",
+}
+FAMILY = "smollm3"
+LIMIT = 30_000  # live buffers
+LEAK = 3  # live buffers a step
+
+
+def prometheus() -> str:
+    """Raises Failed where there is none."""
+    own = ROOT / "build" / "tools" / "prometheus"
+    found = str(own) if own.exists() else shutil.which("prometheus")
+    if found is None:
+        raise Failed("no prometheus; `make tools` fetches one")
+    return found
+
+
+class Prometheus:
+    """A running Prometheus that scrapes one server."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/api/v1/"
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        url = self._url + path + "?" + urllib.parse.urlencode(parameters)
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return json.load(answer)["data"]
+
+    def value(self, query: str) -> float:
+        """The first value of an instant query; 0 where there is none."""
+        found = self.get("query", query=query)["result"]
+        return float(found[0]["value"][1]) if found else 0.0
+
+    def fired(self) -> set[str]:
+        """Names of the alerts that have fired so far."""
+        found = self.get("query", query='count by (alertname) (max_over_time(ALERTS{alertstate="firing"}[1h]))')
+        return {series["metric"]["alertname"] for series in found["result"]}
+
+    def faults(self) -> list[str]:
+        """Rules that couldn't be evaluated."""
+        rules = [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
+        if not rules:
+            return ["no rules were loaded"]
+        return [f"{rule['name']}: {rule.get('lastError')}" for rule in rules if rule["health"] == "err"]
+
+
+@contextlib.contextmanager
+def watched(server: Server, folder: Path) -> Iterator[Prometheus]:
+    """The shipped configuration, scraping `server`."""
+    shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
+    config = (folder / "prometheus.yml").read_text(encoding="utf-8").replace(SCRAPED, f"127.0.0.1:{server.port}")
+    (folder / "prometheus.yml").write_text(config, encoding="utf-8")
+    port = harness.free_port()
+    command = [
+        prometheus(), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+    ]  # fmt: skip
+    process = harness.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    try:
+        yield _reached(Prometheus(port), process)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _reached(found: Prometheus, process: subprocess.Popen[bytes]) -> Prometheus:
+    deadline = monotonic() + 60
+    while monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError):
+            found.get("rules")
+            return found
+        sleep(0.2)
+    raise Failed("Prometheus didn't start")
+
+
+def complete(server: Server, prompt: str, tokens: int) -> None:
+    """One streamed completion, read to its end; an answer that fails is the metrics' business."""
+    body = {"model": "default", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=600) as answer:
+        while answer.read(4096):
+            pass
+
+
+@contextlib.contextmanager
+def loaded(server: Server, streams: int, tokens: int) -> Iterator[None]:
+    """`streams` clients that ask one completion after the other, of mixed lengths."""
+    over = threading.Event()
+
+    def ask(number: int) -> None:
+        turn = 0
+        while not over.is_set():
+            turn += 1
+            complete(server, f"{number} {turn} " + "and so on " * (1 + 7 * (turn * number % 40)), tokens)
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(1, streams + 1)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+# ---------------------------------------------------------------- the dashboard
+def panels() -> Iterator[dict[str, Any]]:
+    for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]:
+        if panel["type"] != "row":
+            yield panel
+
+
+def filled_in(expression: str) -> str:
+    """The query with Grafana's variables as a user's first look has them."""
+    values = {"$instance": ".*", "$model": ".*", "$__rate_interval": "1m", "$__range": "10m", "$__interval": "15s"}
+    for name, value in values.items():
+        expression = expression.replace(name, value)
+    return expression
+
+
+def empty_panels(found: Prometheus) -> list[str]:
+    """Titles of panels none of whose queries has data; a query that fails raises."""
+    return [
+        panel["title"]
+        for panel in panels()
+        if not any(found.get("query", query=filled_in(target["expr"]))["result"] for target in panel["targets"])
+    ]
+
+
+# ---------------------------------------------------------------- the three looks
+def under_load(model: Path, folder: Path, seconds: float) -> list[str]:
+    """Load and one kill: rules evaluate, panels have data, nothing fires that shouldn't."""
+    options = {"live_buffers": "native", "access_log": "off"}
+    with harness.marathon(model, folder / "load.log", **options) as server, watched(server, folder / "load") as found:
+        with loaded(server, 4, 200):
+            sleep(seconds / 2)
+            pid = server.engine_pid()
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+            sleep(seconds / 2)
+            empty = empty_panels(found)
+        problems = found.faults()
+        fired = found.fired()
+    print(f"fired: {sorted(fired) or 'nothing'}", flush=True)
+    for title in empty:
+        print(f"no data: {title}: {EMPTY.get(title, 'UNEXPECTED')}", flush=True)
+    problems += [f"{title} has no data" for title in empty if title not in EMPTY]
+    return problems + [f"{name} fired under plain load" for name in fired]
+
+
+def with_a_leak(model: Path, folder: Path, seconds: float) -> list[str]:
+    """The residency alert fires before the first rotation."""
+    options = {
+        "live_buffers": "native", "buffer_limit": LIMIT, "faults": f"leak:{LEAK}", "access_log": "off",
+    }  # fmt: skip
+    with (
+        harness.marathon(model, folder / "leak.log", **options) as server,
+        watched(server, folder / "leak") as found,
+        loaded(server, 1, 4000),
+    ):
+        deadline = monotonic() + seconds
+        while monotonic() < deadline and "MarathonLiveBuffersLeak" not in found.fired():
+            if found.value('sum(marathon_engine_restarts_total{reason="rotation"})'):
+                return ["the engine was replaced before MarathonLiveBuffersLeak fired"]
+            sleep(0.5)
+        fired = found.fired()
+        headroom = found.value("marathon_buffer_headroom_ratio")
+    print(f"fired: {sorted(fired)}, with {headroom:.0%} of the buffers left", flush=True)
+    return [] if "MarathonLiveBuffersLeak" in fired else ["MarathonLiveBuffersLeak didn't fire"]
+
+
+def a_long_prompt(model: Path, folder: Path, seconds: float) -> list[str]:
+    """A prompt that takes its time, alone: nothing fires."""
+    options = {"live_buffers": "native", "access_log": "off"}
+    with harness.marathon(model, folder / "long.log", **options) as server, watched(server, folder / "long") as found:
+        deadline = monotonic() + seconds
+        while monotonic() < deadline:
+            complete(server, "word " * 3500, 8)
+        fired = found.fired()
+    print(f"fired: {sorted(fired) or 'nothing'}", flush=True)
+    return [f"{name} fired for long prompts" for name in fired]
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120, help="of load; the other two looks take half of it each")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    seconds = parse().seconds
+    print(f"this takes about {2 * seconds / 60 + 1:.0f} minutes", flush=True)
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = write(FAMILY, folder / "model")
+        for look, share in ((under_load, 1.0), (with_a_leak, 0.5), (a_long_prompt, 0.5)):
+            print(f"{re.sub('_', ' ', look.__name__)}: {share * seconds:.0f} s", flush=True)
+            problems += look(model, folder, share * seconds)
+    for problem in problems:
+        print(f"FAIL {problem}", flush=True)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
