@@ -71,7 +71,7 @@ def conversation(request: ChatRequest, settings: Settings) -> Conversation:
         logprobs=logprobs,
         effort=request.effort,
         variables=request.chat_template_kwargs or {},
-        thinks=tools.thinks(request),
+        thinks=tools.thinks(request.effort, request.chat_template_kwargs or {}),
         continues=bool(request.continue_final_message),
         begins=request.add_generation_prompt is not False,
     )

@@ -15,7 +15,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
+from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
+from server.api.output.responses_schema import ResponseEvent
 from server.api.output.schema import ChatCompletionChunk, ErrorBody, TextCompletion
 from server.api.output.sse import encode
 
@@ -25,8 +27,9 @@ REQUESTS: list[type[BaseModel]] = [
     TokenizeRequest,
     DetokenizeRequest,
     TemplateRequest,
+    ResponsesRequest,
 ]
-CHUNKS: list[type[BaseModel]] = [ChatCompletionChunk, TextCompletion]
+CHUNKS: list[type[BaseModel]] = [ChatCompletionChunk, TextCompletion, ResponseEvent]
 REASONS = {
     400: "a value can't be taken, or what it asks for isn't offered",
     401: "an API key is needed",
@@ -56,6 +59,19 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
 def body(model: type[BaseModel]) -> dict[str, Any]:
     """Documentation of a body that the route reads by hand."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _reference(model)}}}}
+
+
+def events(*kinds: type[BaseModel]) -> dict[str, Any]:
+    """The same of a stream whose events have names and which has no [DONE]: an error is an event like others."""
+    told = {"anyOf": [_reference(kind) for kind in kinds]}
+    payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": told}
+    event = {
+        "description": "each has the type of its data as its name; the last one tells how the answer ended",
+        "type": "object",
+        "required": ["event", "data"],
+        "properties": {"event": {"type": "string"}, "data": payload},
+    }
+    return {"content": {"text/event-stream": {"itemSchema": event}}}
 
 
 def streamed(chunk: type[BaseModel]) -> dict[str, Any]:

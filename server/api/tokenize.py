@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize, /apply-template and /v1/chat/completions/input_tokens, GET /tokenizer_info.
+"""POST /tokenize, /detokenize, /apply-template and both counts of a prompt's tokens, GET /tokenizer_info.
 
 Owns both customary forms: `content` in, as llama.cpp has it, and `prompt` or `messages` in, as vLLM has it. Tokenising
 and the making of the answer's bytes, which may be more than the request's, happen off the event loop. Never needs an
@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.api import responses
 from server.api.chat import conversation
 from server.api.context import AppContext, ServedModel
 from server.api.input import body, refusals
 from server.api.input.members import unknown
+from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
 from server.api.input.sequences import Bounds
 from server.api.openapi import body as documented
@@ -29,7 +31,7 @@ from server.errors import InvalidValue
 from server.metrics import OTHER
 from server.text.tokenizer import Tokenizer
 
-Asked = TypeVar("Asked", TokenizeRequest, TemplateRequest, DetokenizeRequest, ChatRequest)
+Asked = TypeVar("Asked", TokenizeRequest, TemplateRequest, DetokenizeRequest, ChatRequest, ResponsesRequest)
 CHAT_FIELDS = ("messages", *Rendering.model_fields)
 
 
@@ -87,6 +89,16 @@ def counting(served: AppContext, prefix: str) -> APIRouter:
     async def input_tokens(http: Request) -> Response:
         """How many tokens the prompt of a chat has."""
         return await _answer(served, http, ChatRequest, count)
+
+    @router.post(
+        "/responses/input_tokens",
+        response_model=InputTokensAnswer,
+        responses=errors(400, 404, 413, 415),
+        openapi_extra=documented(ResponsesRequest),
+    )
+    async def response_input_tokens(http: Request) -> Response:
+        """How many tokens the prompt of a response has."""
+        return await _answer(served, http, ResponsesRequest, count_response)
 
     return router
 
@@ -153,6 +165,12 @@ def _read(chat: ChatRequest, model: ServedModel) -> list[int]:
 
 def count(model: ServedModel, request: ChatRequest, bounds: Bounds | None) -> bytes:
     return to_json({"object": "response.input_tokens", "input_tokens": len(_read(request, model))})
+
+
+def count_response(model: ServedModel, request: ResponsesRequest, bounds: Bounds | None) -> bytes:
+    responses.check(request)
+    said, _ = responses.conversation(request, model.settings)
+    return to_json({"object": "response.input_tokens", "input_tokens": len(render(model.tokenizer, said).ids)})
 
 
 def apply(model: ServedModel, request: TemplateRequest, bounds: Bounds | None) -> bytes:

@@ -108,6 +108,11 @@ class TextState:
         self.stop = ""
         self.tokens = self.reasoning_tokens = self.calls = 0
 
+    @property
+    def in_text(self) -> bool:
+        """What comes next is text, unless it is a tag."""
+        return self._channels.state in _CONTENT
+
     def feed(self, tokens: Iterable[int]) -> list[Piece]:
         """What these tokens add for the client to see."""
         for token in tokens:

@@ -60,7 +60,7 @@ def _check_common(request: GenerationRequest, settings: Settings) -> None:
     _at_most(settings.max_choices, request.n or 1, "n", "answers")
     if request.use_beam_search:
         raise UnsupportedParameter("Beam search isn't offered", param="use_beam_search")
-    _check_unoffered(request)
+    check_unoffered(request)
     if request.stream_options is not None and not request.stream:
         raise InvalidValue("stream_options needs `stream: true`", param="stream_options")
     if request.logprob_token_ids and getattr(request, "logprobs", None) in (None, False):
@@ -71,7 +71,7 @@ def _check_common(request: GenerationRequest, settings: Settings) -> None:
         raise InvalidValue(f"logit_bias: {', '.join(map(repr, wrong[:20]))}: no token id", param="logit_bias")
 
 
-def _check_unoffered(asked: Wire, path: str = "") -> None:
+def check_unoffered(asked: Wire, path: str = "") -> None:
     """Raises for a field of `asked`, an object at `path`, that asks for what this server doesn't do."""
     for name, mark in unoffered(type(asked)):
         value = getattr(asked, name)
@@ -84,7 +84,7 @@ def _check_reasoning(request: ChatRequest) -> None:
     asked = request.reasoning
     if asked is None:
         return
-    _check_unoffered(asked, "reasoning.")
+    check_unoffered(asked, "reasoning.")
     if asked.enabled is not None and asked.enabled == (request.effort == "none"):
         message = f"reasoning.enabled: {str(asked.enabled).lower()} contradicts the effort {request.effort!r}"
         raise InvalidValue(message, param="reasoning.enabled")
@@ -106,7 +106,7 @@ def check_messages(messages: Iterable[Message]) -> None:
     can't have."""
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        _check_unoffered(message, f"{where}.")
+        check_unoffered(message, f"{where}.")
         if message.role == "tool" and message.tool_call_id is None:
             raise InvalidValue("A tool's message needs tool_call_id", param=f"{where}.tool_call_id")
         if message.content is None and message.role in {"system", "developer", "user"}:

@@ -40,7 +40,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 INTEGERS = frozenset({
     "best_of", "logprobs", "max_completion_tokens", "max_tokens", "min_tokens", "n", "n_predict", "prompt_logprobs",
-    "seed", "top_k", "top_logprobs", "truncate_prompt_tokens",
+    "max_output_tokens", "seed", "top_k", "top_logprobs", "truncate_prompt_tokens",
 })  # fmt: skip
 IGNORED = "accepted and ignored: it can't change the answer"
 
@@ -95,7 +95,7 @@ def unoffered(form: type[Wire]) -> Iterator[tuple[str, UnofferedField]]:
 # ---------------------------------------------------------------- unions
 # A union is told apart by the JSON type first, so that an error speaks of the branch that was meant. Tags begin with
 # "#" and are left out of an error's path.
-def _content_kind(value: Any) -> str | None:
+def content_kind(value: Any) -> str | None:
     if isinstance(value, str):
         return "#text"
     if isinstance(value, list):
@@ -141,7 +141,7 @@ def _first_wrong_weight(value: Any) -> Any:
     return value
 
 
-def _string_or_object(value: Any) -> str | None:
+def string_or_object(value: Any) -> str | None:
     if isinstance(value, str):
         return "#string"
     if isinstance(value, dict):
@@ -157,7 +157,7 @@ def _object_or_bool(value: Any) -> str | None:
     return None
 
 
-def _by(kind: Any, wanted: str) -> Discriminator:
+def by_kind(kind: Any, wanted: str) -> Discriminator:
     return Discriminator(kind, custom_error_type="wrong_type", custom_error_message=f"Input should be {wanted}")
 
 
@@ -195,11 +195,11 @@ Stop = Annotated[
 ]
 OnePrompt = Annotated[
     Annotated[str, Tag("#text")] | Annotated[Many[TokenId], Field(min_length=1), Tag("#list")],
-    _by(_one_prompt_kind, "a string or token ids"),
+    by_kind(_one_prompt_kind, "a string or token ids"),
 ]
 Prompt = Annotated[
     Annotated[str, Tag("#text")] | Annotated[Many[TokenId], Tag("#ids")] | Annotated[Many[OnePrompt], Tag("#several")],
-    _by(_prompt_kind, "a string, strings, token ids or lists of token ids, and not an empty array"),
+    by_kind(_prompt_kind, "a string, strings, token ids or lists of token ids, and not an empty array"),
 ]
 _WEIGHT = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
 Bias = Annotated[
@@ -240,25 +240,25 @@ class Part(Wire):
 
 Content = Annotated[
     Annotated[str, Tag("#text")] | Annotated[Many[Part], Tag("#parts")],
-    _by(_content_kind, "a string or an array of content parts"),
+    by_kind(content_kind, "a string or an array of content parts"),
 ]
 
 
 Arguments = Annotated[
     Annotated[str, Tag("#string")] | Annotated[dict[str, Any], Tag("#object")],
-    _by(_string_or_object, "a string or an object"),
+    by_kind(string_or_object, "a string or an object"),
 ]
 
 
 SchemaOrText = Annotated[
     Annotated[str, Tag("#string")] | Annotated[dict[str, Any], Tag("#object")],
-    _by(_string_or_object, "a JSON schema as an object or as text"),
+    by_kind(string_or_object, "a JSON schema as an object or as text"),
 ]
 
 
 Schema = Annotated[
     Annotated[dict[str, Any], Tag("#object")] | Annotated[bool, Tag("#bool")],
-    _by(_object_or_bool, "a JSON schema as an object"),
+    by_kind(_object_or_bool, "a JSON schema as an object"),
 ]
 
 
@@ -353,7 +353,7 @@ class NamedChoice(Wire):
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("#string")] | Annotated[NamedChoice, Tag("#object")],
-    _by(_string_or_object, "none, auto, required or an object that names a function"),
+    by_kind(string_or_object, "none, auto, required or an object that names a function"),
 ]
 
 
@@ -415,10 +415,19 @@ class ReasoningOptions(Wire):
     max_tokens: Annotated[Any, UnofferedField()] = None
     summary: Any = Field(None, description=IGNORED + "; reasoning comes whole")
 
+    @property
+    def wish(self) -> Effort | None:
+        """The effort, in whichever form the client said it."""
+        if self.effort is not None or self.enabled is None:
+            return self.effort
+        if self.enabled:
+            return "medium"
+        return "none"
+
 
 # ---------------------------------------------------------------- requests
-class GenerationRequest(Wire):
-    """What chat and text completions have in common."""
+class SamplingFields(Wire):
+    """How the tokens of an answer are drawn, whatever the protocol."""
 
     @model_validator(mode="before")
     @classmethod
@@ -453,9 +462,6 @@ class GenerationRequest(Wire):
     logit_bias: Bias | None = Field(
         None, description="token id to a number that is added to its logit", examples=[{"260": -5}]
     )
-    n_predict: Annotated[int, Field(ge=-1), AfterValidator(_not_zero)] | None = Field(
-        None, description="most tokens of the answer, in llama.cpp's words; -1: what fits the context"
-    )
     seed: int | None = Field(
         None,
         ge=-(2**63),
@@ -464,6 +470,15 @@ class GenerationRequest(Wire):
         examples=[1],
     )
     stop: Stop | None = Field(None, description="strings that end the answer and aren't part of it", examples=[["\n"]])
+    stream: bool | None = Field(None, description="send the answer as server-sent events", examples=[False])
+
+
+class GenerationRequest(SamplingFields):
+    """What chat and text completions have in common."""
+
+    n_predict: Annotated[int, Field(ge=-1), AfterValidator(_not_zero)] | None = Field(
+        None, description="most tokens of the answer, in llama.cpp's words; -1: what fits the context"
+    )
     stop_token_ids: Many[TokenId] | None = Field(None, description="further token ids that end the answer")
     allowed_token_ids: Annotated[Many[TokenId], Field(min_length=1)] | None = Field(
         None, description="no other token is drawn; not beside a form of the answer or a forced call"
@@ -471,7 +486,6 @@ class GenerationRequest(Wire):
     ignore_eos: bool | None = Field(None, description="go on at the model's own end tokens", examples=[False])
     min_tokens: int | None = Field(None, ge=0, description="no end token is drawn before so many tokens")
     n: int | None = Field(None, ge=1, le=128, description="number of answers, each with its own draws", examples=[1])
-    stream: bool | None = Field(None, description="send the answer as server-sent events", examples=[False])
     stream_options: StreamOptions | None = Field(None, description="only with `stream: true`")
     response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or a JSON schema")
     structured_outputs: StructuredOutputs | None = Field(None, description="form of the answer, as vLLM has it")
@@ -533,6 +547,13 @@ class GenerationRequest(Wire):
     def shows_special(self) -> bool:
         """Whether the answer's text shows special tokens."""
         return self.skip_special_tokens is False
+
+
+def generation(fields: SamplingFields) -> GenerationRequest:
+    """A protocol's own sampling fields as the core has them; everything else is left open."""
+    return GenerationRequest.model_construct(
+        **{name: getattr(fields, name) for name in SamplingFields.model_fields if getattr(fields, name) is not None}
+    )
 
 
 class ChatRequest(GenerationRequest):
@@ -603,14 +624,9 @@ class ChatRequest(GenerationRequest):
     @property
     def effort(self) -> Effort | None:
         """How much the model should think, in whichever form the client said it."""
-        asked = self.reasoning
-        if self.reasoning_effort is not None or asked is None:
+        if self.reasoning_effort is not None or self.reasoning is None:
             return self.reasoning_effort
-        if asked.effort is not None or asked.enabled is None:
-            return asked.effort
-        if asked.enabled:
-            return "medium"
-        return "none"
+        return self.reasoning.wish
 
     @property
     def shows_reasoning(self) -> bool:

@@ -8,7 +8,7 @@ Runs in the server's worker thread; pure.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -204,10 +204,9 @@ def _calls(wish: ToolOptions, tokenizer: Tokenizer, tags: Tags, param: str) -> C
     return Calls(style, functions, wish.several)
 
 
-def thinks(request: ChatRequest) -> bool:
-    """Whether the request lets the model reason, in any of the ways of saying so."""
-    effort = request.reasoning_effort or (request.reasoning.effort if request.reasoning else None)
-    switches = request.chat_template_kwargs or {}
+def thinks(effort: str | None, switches: Mapping[str, Any]) -> bool:
+    """Whether a request lets the model reason, in any of the ways of saying so. `switches`: variables of the
+    template."""
     return effort not in chat_template.NO_THINKING and all(
         switches.get(name) is not False for name in chat_template.SWITCHES
     )

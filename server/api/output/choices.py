@@ -6,7 +6,7 @@ they can't differ. Runs on the event loop. Never decides what a chunk looks like
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -17,12 +17,14 @@ from server.supervision.generation import Generation, GenerationDelta, Generatio
 from server.text.detokenizer import Answer, Content, Piece, Reasoning, TextState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScoredToken:
-    """A token of the answer with its log probabilities."""
+    """A token of the answer with its log probabilities. `in_text`: it is part of the answer's text, not of a thought, a
+    call or a tag; None as long as it may become either."""
 
     token: int
     logprobs: TokenLogprobs
+    in_text: bool | None = None
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class Choice:
 
     Attributes:
         scored: tokens with log probabilities that no chunk has shown yet.
+        undecided: of all scored ones, those that may still become text.
         ids: tokens that no chunk has told yet, where ids are asked for; with the one that ended the answer.
         begun: something of it was told.
     """
@@ -42,6 +45,7 @@ class Choice:
     cached: int = 0
     begun: bool = False
     scored: list[ScoredToken] = field(default_factory=list)
+    undecided: list[ScoredToken] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     keeps_ids: bool = False
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -57,13 +61,13 @@ class Choice:
             self.cached = delta.cached
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         before = self.text.tokens
-        pieces = self.text.feed(delta.tokens)
-        if delta.logprobs:
-            self._score(delta, self.text.tokens - before)
+        pieces = self._feed(delta)
         if self.keeps_ids:
             self.ids += delta.tokens[: self.text.tokens - before]
         if delta.finish is not None or self.text.stopped:
-            pieces = joined(pieces, self.text.finish(cut=delta.finish == "length"))
+            rest = self.text.finish(cut=delta.finish == "length")
+            self._decide(rest)
+            pieces = joined(pieces, rest)
             self.finish = self._reason(delta.finish)
         return pieces
 
@@ -76,14 +80,34 @@ class Choice:
             return "tool_calls"
         return "stop"
 
-    def _score(self, delta: GenerationDelta, used: int) -> None:
+    def _feed(self, delta: GenerationDelta) -> list[Piece]:
+        """Tokens with log probabilities are read one by one, to know which are text."""
+        if not delta.logprobs:
+            return self.text.feed(delta.tokens)
         stops: Sequence[int] = ()
         if delta.finish == "stop":
             stops = self.sequence.stop_ids
-        pairs = zip(delta.tokens[:used], delta.logprobs[:used], strict=True)
-        self.scored += [
-            ScoredToken(token, self._with_own(token, found)) for token, found in pairs if token not in stops
-        ]
+        pieces: list[Piece] = []
+        for token, found in zip(delta.tokens, delta.logprobs, strict=True):
+            if self.text.stopped:
+                break
+            if token not in stops:
+                score = ScoredToken(token, self._with_own(token, found))
+                self.scored.append(score)
+                self.undecided.append(score)
+            shown = self.text.feed([token])
+            self._decide(shown)
+            pieces = joined(pieces, shown)
+        return pieces
+
+    def _decide(self, shown: list[Piece]) -> None:
+        """Scored tokens were text if there is text now, and none if there is something else, or none can come."""
+        is_text = any(isinstance(piece, Content) for piece in shown)
+        if not (shown or not self.text.in_text):
+            return
+        for score in self.undecided:
+            score.in_text = is_text
+        self.undecided.clear()
 
     def _with_own(self, token: int, found: TokenLogprobs) -> TokenLogprobs:
         """Where alternatives are named by the request, the drawn token is always one more."""
@@ -96,6 +120,12 @@ class Choice:
         ids = self.ids
         self.ids = []
         return ids
+
+    def take_scored_text(self) -> list[ScoredToken]:
+        """Those that are text; the others are dropped, but for those that may still become text."""
+        scored = self.scored
+        self.scored = [score for score in scored if score.in_text is None]
+        return [score for score in scored if score.in_text]
 
     def take_scored(self) -> list[ScoredToken]:
         scored = self.scored
@@ -157,11 +187,11 @@ class Reply:
             self.live.cancel(index)
         return pieces
 
-    async def collect(self) -> None:
-        """Reads all of it into the choices' answers."""
+    async def collect(self, keep: Callable[[Choice, list[Piece]], None]) -> None:
+        """Reads all of it; `keep` is given each choice's news."""
         async for news in self.news():
             for choice, pieces in news:
-                choice.answer.add(pieces)
+                keep(choice, pieces)
 
     def usage(self, per_prompt: int = 1) -> dict[str, Any]:
         """Token counts; the `per_prompt` choices of one prompt count it once."""

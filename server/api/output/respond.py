@@ -52,6 +52,9 @@ class ProtocolFormat(Protocol):
     def failed(self, error: RequestError, choices: list[Choice], usage: dict[str, Any]) -> bytes:
         """The same for an answer that can't go on."""
 
+    def keep(self, choice: Choice, pieces: list[Piece]) -> None:
+        """Takes note of new pieces of one choice for the plain answer."""
+
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """The plain answer."""
 
@@ -111,7 +114,7 @@ async def respond(served: AppContext, http: Request, endpoint: str, prepared: Pr
 async def collect(reply: Reply, record: Record, prepared: PreparedRequest) -> None:
     async with reply.live:
         try:
-            await reply.collect()
+            await reply.collect(prepared.form.keep)
         finally:
             record.facts |= outcome(reply, prepared)
 

@@ -17,8 +17,10 @@ from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Message, Receive, Scope, Send
 
 from server.api.middleware.access import FILLER, UNSENT, cut, record_of
+from server.api.output.choices import Choice
 from server.errors import RequestError
 from server.supervision.generation import GenerationHandle
+from server.text.detokenizer import Piece
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
@@ -32,8 +34,11 @@ def event(payload: Any) -> bytes:
 
 
 class DataEvents:
-    """What a stream of data lines alone is beside its chunks, as OpenAI's completions send it. A form of an answer
-    inherits it."""
+    """What a stream of data lines alone is beside its chunks, as OpenAI's completions send it, and the pieces of the
+    plain answer put together. A form of an answer inherits it."""
+
+    def keep(self, choice: Choice, pieces: list[Piece]) -> None:
+        choice.answer.add(pieces)
 
     def first(self, choices: object) -> bytes:
         return b""

@@ -1,0 +1,165 @@
+"""POST /v1/responses.
+
+Owns the understanding of a Responses request, and what its answer repeats of it. Both happen in the worker thread; what
+lies between is every protocol's (`prepare`, `respond`). Never stores a response.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.api.context import AppContext, ServedModel
+from server.api.input import body, response_format, responses_input, responses_tools, tools
+from server.api.input.conversation import Conversation
+from server.api.input.members import unknown
+from server.api.input.refusals import check_unoffered
+from server.api.input.response_format import AnswerForm
+from server.api.input.responses_schema import ResponsesRequest
+from server.api.input.responses_tools import Identities
+from server.api.input.schema import Wire, generation
+from server.api.input.sequences import Bounds
+from server.api.openapi import GENERATION, errors, events
+from server.api.openapi import body as documented
+from server.api.output.respond import PreparedRequest, answer
+from server.api.output.responses import ResponsesForm
+from server.api.output.responses_schema import ResponseEvent, ResponseObject
+from server.api.prepare import prepared
+from server.errors import InvalidValue
+from server.settings import Settings
+
+ENDPOINT = "responses"
+SEALED_THOUGHTS = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+
+
+def routes(served: AppContext, prefix: str) -> APIRouter:
+    router = APIRouter(prefix=prefix, tags=["generation"])
+
+    @router.post(
+        "/responses",
+        response_model=ResponseObject,
+        responses={200: events(ResponseEvent), **errors(*GENERATION)},
+        openapi_extra=documented(ResponsesRequest),
+    )
+    async def create_response(http: Request) -> Response:
+        """The model's next turn of a conversation of items, whole or as an event stream."""
+        return await answer(served, http, ENDPOINT, prepare)
+
+    return router
+
+
+def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequest:
+    """Bytes → sequences. Raises RequestError that names the field at fault."""
+    request = body.validate(ResponsesRequest, content)
+    served.check_model(request.model)
+    check(request)
+    said, identities = conversation(request, served.settings)
+    return prepared(served, said, bounds, _form(request, said, identities, served), unknown(request))
+
+
+def check(request: ResponsesRequest) -> None:
+    """Raises for the first wish that can't be fulfilled."""
+    check_unoffered(request)
+    if request.reasoning is not None:
+        check_unoffered(request.reasoning, "reasoning.")
+
+
+def conversation(request: ResponsesRequest, settings: Settings) -> tuple[Conversation, Identities]:
+    """The request in no protocol's words, and the tools' names."""
+    offered, identities = responses_tools.read(request, settings)
+    variables = request.chat_template_kwargs or {}
+    effort = None
+    if request.reasoning is not None:
+        effort = request.reasoning.wish
+    logprobs = _top_logprobs(request)
+    if logprobs is None:
+        logprobs = -1
+    said = Conversation(
+        messages=responses_input.messages(request.input, request.instructions),
+        sampling=generation(request),
+        tools=offered,
+        form=_text_form(request, settings),
+        max_tokens=request.max_output_tokens or settings.default_max_tokens,
+        logprobs=logprobs,
+        effort=effort,
+        variables=variables,
+        thinks=tools.thinks(effort, variables),
+        param="input",
+    )
+    return said, identities
+
+
+def _top_logprobs(request: ResponsesRequest) -> int | None:
+    """Alternatives a token, or None where no log probabilities are asked for."""
+    if request.top_logprobs or LOGPROBS in (request.include or []):
+        return request.top_logprobs or 0
+    return None
+
+
+def _text_form(request: ResponsesRequest, settings: Settings) -> AnswerForm | None:
+    wish = None
+    if request.text is not None:
+        wish = request.text.format
+    if wish is None or wish.type == "text":
+        return None
+    if wish.type == "json_object":
+        return response_format.of_any_object("text.format")
+    if wish.schema_ is None:
+        raise InvalidValue("text.format: type json_schema needs schema", param="text.format.schema")
+    return response_format.of_schema(wish.schema_, settings, "text.format.schema")
+
+
+# ---------------------------------------------------------------- the answer
+def _form(request: ResponsesRequest, said: Conversation, identities: Identities, served: ServedModel) -> ResponsesForm:
+    return ResponsesForm(
+        _head(request, served),
+        served.tokenizer,
+        identities,
+        top=_top_logprobs(request),
+        seals=SEALED_THOUGHTS in (request.include or []),
+        only_calls=said.tools.forced,
+    )
+
+
+def _head(request: ResponsesRequest, served: ServedModel) -> dict[str, Any]:
+    """What the response object says from beginning to end."""
+    return {
+        "id": "resp_" + secrets.token_hex(12),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": served.name,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None} | _told(request.reasoning),
+        "store": False,
+        "text": {"format": {"type": "text"}} | _told(request.text),
+        "tool_choice": _choice(request),
+        "tools": [_told(tool) for tool in request.tools or []],
+        "top_logprobs": request.top_logprobs or 0,
+        "truncation": "disabled",
+    }
+
+
+def _choice(request: ResponsesRequest) -> Any:
+    choice = request.tool_choice
+    if isinstance(choice, Wire):
+        return _told(choice)
+    return choice or "auto"
+
+
+def _told(given: Wire | None) -> dict[str, Any]:
+    """An object as the client gave it."""
+    if given is None:
+        return {}
+    return given.model_dump(by_alias=True, exclude_none=True)
