@@ -23,6 +23,7 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
         ├── Draining                  503  shutting down
         └── InternalError             500
             └── GenerationError      500  this generation can't be continued; retrying would repeat it
+                └── FatalPrompt      400  its prompt has killed engines
 """
 
 from __future__ import annotations
@@ -268,3 +269,11 @@ class GenerationError(InternalError):
 
     def headers(self) -> dict[str, str]:
         return {"x-should-retry": "false"}
+
+
+class FatalPrompt(GenerationError):
+    """The engine was lost again and again while it worked on this prompt. The same prompt is refused for a minute."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_prompt"

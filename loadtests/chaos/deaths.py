@@ -195,7 +195,7 @@ async def poison(scene: Scene) -> Findings:
         findings.problems += crew.judge().problems()
         findings.figures[f"deaths in {place}"] = findings.restarts("crash")
         culprit = accounts[-1]
-        if (culprit.error or {}).get("code") != "generation_failed":
+        if (culprit.error or {}).get("code") != "invalid_prompt":
             findings.problems.append(f"poison in {place} ended with {culprit.trouble()}")
         if culprit.tokens != expected[-1].tokens[:got]:
             findings.problems.append(f"poison in {place} got {len(culprit.tokens)} tokens, not the first {got}")

@@ -20,11 +20,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-from server.errors import GenerationError, NotReady
+from server.errors import FatalPrompt, GenerationError, NotReady
 from server.ipc import messages
 from server.settings import Settings
 from server.supervision import engine_process as seam
 from server.supervision.admission import Capacity
+from server.supervision.convictions import Convictions
 from server.supervision.engine_process import Engine, EngineConnection
 from server.supervision.generation import Cause, Generation
 from server.supervision.liveness import Liveness, Overdue
@@ -83,6 +84,7 @@ class EngineLifecycle:
         self._counts = counts
         self._scheduler = scheduler
         self._clock = scheduler.clock
+        self.convictions = Convictions(scheduler.clock)
         self._spawn = spawn
         self._on_load_failed = on_load_failed
         self._tokens: messages.TokenTable | None = None
@@ -173,7 +175,8 @@ class EngineLifecycle:
         )  # fmt: skip
         self._act("quarantine", past.barren, MAX_BLAMED)
         message = f"The engine was lost {past.deaths} times while it worked on this request; it isn't tried again."
-        self._scheduler.fail(generation.live, GenerationError(message))
+        self.convictions.remember(generation.sequence.prompt)
+        self._scheduler.fail(generation.live, FatalPrompt(message))
 
     def _account(self, link: EngineConnection, was_ready: bool, end: str) -> float:
         """What its end means for the next start: seconds to wait."""

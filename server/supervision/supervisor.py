@@ -66,7 +66,7 @@ class Supervisor:
     ) -> GenerationHandle:
         """A new request; enter the result at once. `deadline` is a time of `clock`.
 
-        Raises before any work: Draining, NotReady, ContextLengthError, ExceedsMemory, QueueFull.
+        Raises before any work: Draining, NotReady, ContextLengthError, ExceedsMemory, FatalPrompt, QueueFull.
         """
         if self.draining:
             raise self._draining()
@@ -75,6 +75,7 @@ class Supervisor:
         capacity = Capacity(known, self._settings.context, self._settings.max_rows)
         for sequence in sequences:
             capacity.check(sequence)
+            self._engines.convictions.check(sequence.prompt)
         if deadline is None and (seconds := self._settings.request_timeout_seconds) is not None:
             deadline = self.clock() + seconds
         return self._scheduler.enter(sequences, endpoint, deadline)

@@ -299,6 +299,21 @@ async def test_a_failure_in_a_stream_ends_it_with_a_response_that_failed() -> No
         assert last["response"]["error"]["code"] == "invalid_prompt", "trying again would fail again"
 
 
+async def test_a_prompt_that_kills_engines_is_final_in_each_protocol_and_not_tried_again_at_once() -> None:
+    fake = engine()
+    fake.poison |= dict.fromkeys(range(fake.vocab_size), Poison())
+    async with run_server(fake, ready=False) as site:
+        last = (await stream(site))[-1]
+        assert last["response"]["error"]["code"] == "invalid_prompt"
+        lives = len(fake.lives)
+        for answer in (
+            await site.post(PATH, {"input": "Say hello.", "stream": True}),
+            await site.chat(),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_prompt")
+        assert len(fake.lives) == lives
+
+
 async def test_a_mistake_of_the_servers_in_a_stream_asks_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> bytes:
         raise RuntimeError("broken")

@@ -10,7 +10,7 @@ from fake_engine import FakeEngine, Poison
 from supervising import Recorded, collect, endless, first_tokens, sequence, supervise, until
 from virtual_time import played
 
-from server.errors import GenerationError, NotReady, StartupError
+from server.errors import FatalPrompt, GenerationError, NotReady, StartupError
 from server.ipc import messages
 from server.settings import load
 from server.supervision import engine_lifecycle
@@ -188,6 +188,23 @@ async def test_a_poison_request_ends_alone(fake, counts, poison):
 
 
 @played
+async def test_a_convicted_prompt_is_refused_for_a_minute_and_no_other_is(fake, counts):
+    fake.poison[666] = Poison(0)
+    async with supervise(fake, counts) as supervisor:
+        with pytest.raises(FatalPrompt, match="isn't tried again"):
+            await collect(supervisor.open([endless(666)], endpoint="chat"))
+        epoch = supervisor.epoch
+        with pytest.raises(FatalPrompt, match="60 s"):
+            supervisor.open([endless(666)], endpoint="responses")
+        assert supervisor.epoch == epoch
+        await collect(supervisor.open([sequence(max_tokens=5)], endpoint="chat"))
+        await asyncio.sleep(61)
+        fake.poison.clear()
+        async with supervisor.open([endless(666)], endpoint="chat") as live:
+            await first_tokens(live, 5)
+
+
+@played
 async def test_two_poison_requests_are_both_found_out(fake, counts):
     fake.poison = {666: Poison(0), 667: Poison(0)}
     good = sequence(max_tokens=150)
@@ -195,7 +212,7 @@ async def test_two_poison_requests_are_both_found_out(fake, counts):
         opened = [supervisor.open([s], endpoint="chat") for s in (endless(666), good, endless(667))]
         results = await asyncio.gather(*(collect(live, FOR_EVER) for live in opened), return_exceptions=True)
         assert results[1] == [fake.expected(good)]
-        assert [type(results[i]) for i in (0, 2)] == [GenerationError] * 2
+        assert [type(results[i]) for i in (0, 2)] == [FatalPrompt] * 2
         assert supervisor.epoch <= 20
 
 
