@@ -24,6 +24,7 @@ from loadtests.lab.line import fit
 
 KEPT = 0.8
 FLAT = 0.01  # buffers a token
+FEWEST = 5  # readings that tell a slope: each may be some buffers off
 FIGURES = ("thousand", "tok_s", "p50_ms", "p99_ms", "live_buffers", "headroom", "active_mib", "kv_mib")
 REFERENCE = ("bare_second_ms", "bare_last_ms")
 COLUMNS = ("shape", "way", "rows", "tokens", "real", *FIGURES, "pieces_per_token", "numbers_right", *REFERENCE)
@@ -68,7 +69,7 @@ def judge(rows: list[Row]) -> list[Bound]:
 def flat(name: str, rows: list[Row]) -> list[Bound]:
     """The slope of the settled live buffers after the first thousand."""
     counted = [row for row in rows[1:] if "live_buffers" in row]
-    if len(counted) < 2:
+    if len(counted) < FEWEST:
         return []
     slope = fit([THOUSAND * row["thousand"] for row in counted], [row["live_buffers"] for row in counted]).slope
     return [Bound(f"{name}: {slope:+.4f} live buffers a token", abs(slope) <= FLAT)]

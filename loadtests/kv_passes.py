@@ -27,6 +27,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", nargs="+", default=["llama"], help="family, small, llama-1b, hybrid-1b, or a folder")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of cache, and Marathon's batch")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, help="positions")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="over all contexts, each of which keeps its lowest median"
+    )
     parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")
     parser.add_argument("--steps", type=int, default=50, help="steps that are timed")
     parser.add_argument("--copy-mib", type=int, default=1024, help="size of the array that is copied")
@@ -35,7 +38,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def experiment(asked: argparse.Namespace) -> Experiment:
-    common = {name: getattr(asked, name) for name in ("contexts", "warm", "steps", "copy_mib")}
+    common = {name: getattr(asked, name) for name in ("contexts", "rounds", "warm", "steps", "copy_mib")}
     cases = [Case({"shape": shape, "kind": kind} | common) for shape in asked.shape for kind in asked.kinds]
 
     def judge(rows: list[Row]) -> list[Bound]:

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from loadtests import harness
 from loadtests.lab import shapes
-from loadtests.lab.counting import THOUSAND, by_thousand, numbers_in_order
+from loadtests.lab.counting import THOUSAND, numbers_in_order, of_arrivals
 from loadtests.soak import read
 from loadtests.zoo import models
 
@@ -69,7 +69,7 @@ def stream(server: harness.Server, tokens: int, temperature: float) -> list[dict
     watch = Watch(server)
     thread = threading.Thread(target=watch.run)
     thread.start()
-    times = [perf_counter()]
+    arrivals = [(perf_counter(), 0)]
     pieces: list[str] = []
     usage: dict[str, Any] = {}
     try:
@@ -77,16 +77,16 @@ def stream(server: harness.Server, tokens: int, temperature: float) -> list[dict
             usage = event.get("usage") or usage
             text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
             if text:
-                times.append(perf_counter())
+                tell(watch.tokens, usage["completion_tokens"], tokens)
+                watch.tokens = usage["completion_tokens"]
+                arrivals.append((perf_counter(), watch.tokens))
                 pieces.append(text)
-                watch.tokens += 1
-                tell(watch.tokens, tokens)
     finally:
         watch.over.set()
         thread.join()
     if usage.get("completion_tokens") != tokens:
         raise harness.Failed(f"{usage.get('completion_tokens')} tokens came, not {tokens}")
-    return rows_of(times, watch, server, "".join(pieces), tokens)
+    return rows_of(arrivals, watch, server, "".join(pieces), tokens)
 
 
 def events(port: int, tokens: int, temperature: float) -> Iterator[dict[str, Any]]:
@@ -98,7 +98,7 @@ def events(port: int, tokens: int, temperature: float) -> Iterator[dict[str, Any
         "seed": 1,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, timeout=None, trust_env=False) as response:
@@ -109,21 +109,23 @@ def events(port: int, tokens: int, temperature: float) -> Iterator[dict[str, Any
                 yield json.loads(line[6:])
 
 
-def tell(done: int, tokens: int) -> None:
-    if done % (5 * THOUSAND) == 0:
+def tell(before: int, done: int, tokens: int) -> None:
+    if before // (5 * THOUSAND) != done // (5 * THOUSAND):
         print(f"  {done:,} of {tokens:,} tokens", file=sys.stderr, flush=True)
 
 
-def rows_of(times: list[float], watch: Watch, server: harness.Server, text: str, tokens: int) -> list[dict[str, Any]]:
-    """Thousands of pieces: nearly every token has text of its own, and `pieces_per_token` says how nearly."""
+def rows_of(
+    arrivals: list[tuple[float, int]], watch: Watch, server: harness.Server, text: str, tokens: int
+) -> list[dict[str, Any]]:
+    """A row a thousand; what came with the last piece before it begins it."""
     limit = server.health()["live_buffers"]["limit"]
-    pieces = len(times) - 1
-    common = {"pieces_per_token": pieces / tokens, "numbers_right": numbers_in_order(text)}
+    common = {"pieces_per_token": (len(arrivals) - 1) / tokens, "numbers_right": numbers_in_order(text)}
     found = []
-    for number in range(1, max(1, pieces // THOUSAND) + 1):
-        within = times[(number - 1) * THOUSAND : number * THOUSAND + 1]
-        sample = watch.newest(min(pieces, number * THOUSAND))
-        found.append(by_thousand(number, within) | common | _held(sample, limit))
+    for number in range(1, tokens // THOUSAND + 1):
+        ends = (number - 1) * THOUSAND, number * THOUSAND
+        within = [arrival for arrival in arrivals if ends[0] <= arrival[1] <= ends[1]]
+        if len(within) > 1:
+            found.append(of_arrivals(number, within) | common | _held(watch.newest(ends[1]), limit))
     return found
 
 

@@ -26,14 +26,17 @@ LOOPS = ("marathon", "marathon beside")
 def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a context, the first context once more at the end, and one for the line through all of them.
 
-    `values`: shape, kind (of cache, or one of LOOPS), contexts, warm, steps, copy_mib.
+    What else a machine does only adds to a step: of several rounds over the contexts each keeps its lowest median.
+    `values`: shape, kind (of cache, or one of LOOPS), contexts, rounds, warm, steps, copy_mib.
     """
     if values["kind"] in LOOPS:
         prepare_as_engine()
     copied = copy_bandwidth(values["copy_mib"] * MIB)
     model = shapes.build(values["shape"])
     contexts = values["contexts"]
-    rows = [point(model, values, context) for context in [*contexts, contexts[0]]]
+    rounds = [[point(model, values, context) for context in contexts] for _ in range(values["rounds"])]
+    rows = [min(points, key=lambda row: float(row["ms"])) for points in zip(*rounds, strict=True)]
+    rows.append(point(model, values, contexts[0]))
     found = line.fit([row["kv_bytes"] for row in rows[:-1]], [row["ms"] for row in rows[:-1]])
     effective = 1e-6 / found.slope  # bytes a millisecond → GB a second
     rows[-1]["point"] = "again"

@@ -151,7 +151,7 @@ def test_a_cache_can_not_be_filled_with_next_to_nothing(llama):
 
 @pytest.mark.parametrize("kind", ["step", "marathon", "marathon beside"])
 def test_passes_come_with_a_line_and_the_first_point_once_more(built_once, kind):
-    values = {"shape": "llama", "kind": kind, "contexts": [32, 64], "warm": 1, "steps": 2, "copy_mib": 1}
+    values = {"shape": "llama", "kind": kind, "contexts": [32, 64], "rounds": 2, "warm": 1, "steps": 2, "copy_mib": 1}
     *points, last = passes.measure(values)
     assert [(row["point"], row["context"]) for row in points] == [("context", 32), ("context", 64), ("again", 32)]
     assert last["point"] == "line"
@@ -218,6 +218,12 @@ def test_thousands_have_their_speed_and_their_gaps():
     times = [0.01 * i for i in range(1001)]
     found = counting.by_thousand(3, times, rows=2)
     assert found["tok_s"] == pytest.approx(200)
+    assert (found["p50_ms"], found["p99_ms"]) == pytest.approx((10, 10))
+
+
+def test_tokens_without_text_count_with_the_piece_that_they_came_with():
+    found = counting.of_arrivals(1, [(0.0, 0), (0.01, 1), (0.05, 5), (0.06, 6)])
+    assert found["tok_s"] == pytest.approx(100)
     assert (found["p50_ms"], found["p99_ms"]) == pytest.approx((10, 10))
 
 
