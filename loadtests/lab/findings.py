@@ -91,7 +91,10 @@ def residency(rows: Rows) -> Finding:
         "For a low limit the line through the first steps foretold the end; the table has what then came.",
     ]
     finding.tables = [_patterns(rows), _families(names, families), _ceilings(leaking, families)]
-    shown = [(label, [rate.get((name, arm), 0.0) for name in names]) for arm, label in ARMS.items() if arm != "off"]
+    shown_arms = {arm for _, arm in rate} - {"off"}
+    shown = [
+        (label, [rate.get((name, arm), 0.0) for name in names]) for arm, label in ARMS.items() if arm in shown_arms
+    ]
     title = "Live buffers lost a token"
     finding.plots = [
         (
