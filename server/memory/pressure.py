@@ -213,21 +213,25 @@ class _Ladder:
 
 # ---------------------------------------------------------------- the slope
 MIN_POINTS = 5
+RISE = 7.0  # standard deviations by which a rise stands out; readings that only step up once reach 6
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A least-squares slope and the half-width of its 95 % interval."""
+    """A least-squares slope and the half-width of its 95 % interval. With a slope of `outstanding` the rise over the
+    window stands out from the scatter of its readings."""
 
     slope: float
     half_width: float
+    outstanding: float = 0.0
 
     @property
     def rising(self) -> bool:
-        return self.slope > self.half_width
+        """Beyond doubt. The interval alone would say so too often: work in flight makes neighbouring readings alike."""
+        return self.slope > max(self.half_width, self.outstanding)
 
     def exhaustion(self, room: float) -> float:
-        """Tokens until the room is used up; infinite while the interval doesn't lie above zero."""
+        """Tokens until the room is used up; infinite while it isn't certain that there is a rise."""
         return max(0.0, room) / self.slope if self.rising else math.inf
 
 
@@ -257,7 +261,9 @@ class Slope:
             return None
         slope = math.fsum((x - mean_x) * (y - mean_y) for x, y, _ in self._points) / spread
         rest = math.fsum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y, _ in self._points)
-        return Fit(slope, student(count - 2) * math.sqrt(rest / (count - 2) / spread))
+        scatter = math.sqrt(rest / (count - 2))
+        outstanding = RISE * scatter / (self._points[-1][0] - self._points[0][0])
+        return Fit(slope, student(count - 2) * scatter / math.sqrt(spread), outstanding)
 
     def tokens_per_second(self) -> float:
         """Pace over the window, idle time included; 0 while unknown."""

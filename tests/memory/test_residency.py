@@ -99,6 +99,17 @@ def test_noise_without_a_slope_is_flat():
     assert slope.fit.exhaustion(1000) == math.inf
 
 
+def test_readings_that_work_in_flight_lifts_now_and_then_do_not_rise():
+    """A busy spell lifts all readings in it alike, so that the interval of independent ones says nothing."""
+    draw = random.Random(9)
+    for _ in range(100):
+        slope, busy = Slope(spacing=1), False
+        for x in range(draw.randrange(6, 60)):
+            busy = busy if draw.random() < 0.8 else not busy
+            slope.add(x, 56 + busy * draw.randrange(6, 36), x)
+            assert not (slope.fit and slope.fit.rising and x >= 8)
+
+
 def test_the_interval_holds_the_true_slope_in_95_of_100_cases():
     draw, inside = random.Random(2), 0
     for _ in range(400):
