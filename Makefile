@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python scripts/install.py $(VENV) --
 STAMP := $(VENV)/.installed
 UV := 0.13
 
-.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-clients accept-schemas accept-templates accept-tokenizers accept-monitoring
+.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-agents accept-clients accept-schemas accept-templates accept-tokenizers accept-monitoring
 
 install: $(STAMP)
 
@@ -84,6 +84,10 @@ accept-monitoring: install
 
 accept-clients: install
 	$(BIN)/python scripts/clients.py $(ARGS)
+
+# Real coding agents, from npm, against a model that says a script.
+accept-agents: install
+	$(BIN)/python scripts/agents.py $(ARGS)
 
 accept-schemas: install
 	$(BIN)/python -m loadtests.schemas $(ARGS)

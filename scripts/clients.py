@@ -50,6 +50,7 @@ CLIENTS = [
     Client("openai-1", "openai_python.py", ("openai>=1.109,<2",)),
     Client("openai-2", "openai_python.py", ("openai>=2,<3",)),
     Client("openai-3", "openai_python.py", ("openai>=3,<4",)),
+    Client("responses", "responses_python.py", ("openai>=3,<4",)),
     Client("langchain", "langchain_chat.py", ("langchain-openai>=1",)),
     Client("litellm", "litellm_chat.py", ("litellm>=1.70",)),
     Client("pydantic-ai", "pydantic_ai_agent.py", ("pydantic-ai-slim[openai]>=2",)),
@@ -57,6 +58,7 @@ CLIENTS = [
     Client("llm", "llm_command.py", ("llm>=0.26",)),
     # Newer majors of these want Node 22.
     Client("openai-node", "openai_node.mjs", ("openai@6", "zod@4")),
+    Client("responses-node", "responses_node.mjs", ("openai@6", "zod@4")),
     Client("ai-sdk", "ai_sdk.mjs", ("ai@6", "@ai-sdk/openai-compatible@2", "zod@4")),
 ]
 
