@@ -59,7 +59,9 @@ class _Kinds(dict[type, int]):
             return _LEAF
         if _slots(cls) or issubclass(cls, _CONTAINERS):
             return _MIXED
-        return _PLAIN if cls.__dictoffset__ else _LEAF
+        if cls.__dictoffset__:
+            return _PLAIN
+        return _LEAF
 
 
 _KINDS = _Kinds()
@@ -84,7 +86,9 @@ def _items(value: Any) -> Iterable[Any]:
     """What a container holds, one of a class of its own included; nothing for other objects."""
     if isinstance(value, Mapping):
         return value.values()
-    return value if isinstance(value, _CONTAINERS) else ()
+    if isinstance(value, _CONTAINERS):
+        return value
+    return ()
 
 
 def cache_arrays(caches: Iterable[object]) -> list[mx.array]:
@@ -167,13 +171,17 @@ def own_bytes(caches: Iterable[object]) -> int:
 
 
 def _copied(array: mx.array) -> mx.array:
-    return mx.concatenate([array[:0], array]) if array.ndim else array
+    if array.ndim:
+        return mx.concatenate([array[:0], array])
+    return array
 
 
 def pinned_bytes(arrays: list[mx.array]) -> int:
     """Bytes of the buffers behind evaluated arrays, each once; the arrays' own bytes where mlx can't tell."""
     measure = getattr(mx, "get_array_buffer_size", None)
-    return int(measure(arrays)) if measure else sum(array.nbytes for array in arrays)
+    if measure:
+        return int(measure(arrays))
+    return sum(array.nbytes for array in arrays)
 
 
 def _rebuild(value: Any, change: Callable[[mx.array], mx.array], known: dict[int, tuple[Any, Any]]) -> Any:
@@ -201,8 +209,14 @@ def _rebuild_parts(value: Any, change: Callable[[mx.array], mx.array], known: di
         parts = [_rebuild(part, change, known) for part in value]
         if all(new is part for new, part in zip(parts, value, strict=True)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(_items(value))
+        if hasattr(value, "_fields"):
+            return type(value)(*parts)
+        return type(value)(parts)
+    pairs: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        pairs = value.items()
+    else:
+        pairs = enumerate(_items(value))
     for key, part in list(pairs):
         if (new := _rebuild(part, change, known)) is not part:
             value[key] = new
@@ -246,7 +260,9 @@ def is_pending(arrays: Sequence[mx.array]) -> bool:
 def pending_leaves(arrays: Iterable[mx.array]) -> int:
     """Buffers that the graphs behind the arrays keep alive; a graph without any counts as one."""
     pending = [array for array in arrays if is_pending([array])]
-    return max(_graph(pending).sources, len(pending)) if pending else 0
+    if pending:
+        return max(_graph(pending).sources, len(pending))
+    return 0
 
 
 def census(caches: Iterable[object], known: Mapping[tuple[int, str, str], int] | None = None) -> list[Finding]:
@@ -268,7 +284,9 @@ def census(caches: Iterable[object], known: Mapping[tuple[int, str, str], int] |
 
 def _count(arrays: list[mx.array], before: int) -> int:
     if before >= DEEP:
-        return before if is_pending(arrays) else 0
+        if is_pending(arrays):
+            return before
+        return 0
     return pending_leaves(arrays)
 
 
@@ -311,7 +329,9 @@ class Guard:
     def reach(self, caches: Iterable[object]) -> list[mx.array]:
         """Every array behind the caches, to be submitted together with the step's draw: no submission and no wait of
         its own, and less work than making the logits depend on them."""
-        return cache_arrays(caches) if self.enabled else []
+        if self.enabled:
+            return cache_arrays(caches)
+        return []
 
     def settle(self, caches: Iterable[object]) -> None:
         """After a prefill chunk, a join, a leave or growth."""
@@ -321,7 +341,9 @@ class Guard:
     def census(self, *groups: Iterable[object]) -> list[Finding]:
         """Call once an iteration, directly after its steps were submitted, with the caches of every group."""
         self._steps += 1
-        return [] if self._steps % self._every else self.take_census(*groups)
+        if self._steps % self._every:
+            return []
+        return self.take_census(*groups)
 
     def take_census(self, *groups: Iterable[object]) -> list[Finding]:
         """Count what is pending now, tell it, and evaluate it if the guard is on."""

@@ -54,7 +54,9 @@ def _word(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, list | tuple | set | frozenset):
         return ", ".join(map(str, value)) or "-"
-    return "-" if value in (None, "") else str(value)
+    if value in (None, ""):
+        return "-"
+    return str(value)
 
 
 def effective(settings: Settings, sources: Sources) -> dict[str, str]:

@@ -63,7 +63,9 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, word: str) -> NoReturn:
         """An argument that no option and no command takes."""
         if not word.startswith("-"):
-            hint = f"; a model is named with --model {word}" if "--model" in self._option_string_actions else ""
+            hint = ""
+            if "--model" in self._option_string_actions:
+                hint = f"; a model is named with --model {word}"
             self.error(f"unknown argument {word!r}{hint}")
         name = word.partition("=")[0]
         self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
@@ -99,7 +101,9 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
 def _add_settings(group: Any, part: type[BaseModel]) -> None:
     for name, field in part.model_fields.items():
         # A bare switch turns it on; `--guard off` turns it off.
-        switch: dict[str, Any] = {"nargs": "?", "const": "on"} if field.annotation is bool else {}
+        switch: dict[str, Any] = {}
+        if field.annotation is bool:
+            switch = {"nargs": "?", "const": "on"}
         group.add_argument(
             option(name), default=argparse.SUPPRESS, metavar=_metavar(name, field), help=_help(name, field), **switch
         )
@@ -172,7 +176,10 @@ def certify(options: dict[str, Any]) -> int:
         raise StartupError("--demo brings its own model; leave out either")
     settings = load(certificate.settings_of(options))
     logs.configure()
-    path = None if options["demo"] else locate(settings).path
+    if options["demo"]:
+        path = None
+    else:
+        path = locate(settings).path
     return certificate.run(certificate.order(path, options)).returncode
 
 

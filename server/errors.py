@@ -91,7 +91,9 @@ class RequestError(MarathonError):
 
     def headers(self) -> dict[str, str]:
         """Response headers that belong to the error."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.retry_after is None:
+            return {}
+        return {"Retry-After": str(self.retry_after)}
 
 
 class InvalidValue(RequestError):
@@ -122,7 +124,10 @@ class ContextLengthError(RequestError):
     @classmethod
     def of(cls, tokens: int, context: int, *, at_least: bool = False) -> ContextLengthError:
         """For a prompt of so many tokens, or `at_least` so many: what can't fit isn't counted to its end."""
-        count = f"at least {tokens}" if at_least else str(tokens)
+        if at_least:
+            count = f"at least {tokens}"
+        else:
+            count = str(tokens)
         return cls(
             # OpenAI's words first and llama.cpp's then: clients look for either to tell what has happened.
             f"This model's maximum context length is {context} tokens. However, the prompt of {count} tokens exceeds "

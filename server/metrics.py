@@ -76,7 +76,18 @@ class Metrics:
         self._engine = EngineMetrics()
         self._rate = Rate(clock)
         self._build = (server.__version__, _installed("mlx"), _installed("mlx-lm"))
+        self._add_requests()
+        self._add_times()
+        self._add_tokens()
+        self._add_resumes()
+        self._counted = tuple(value for value in vars(self).values() if isinstance(value, Counter | Histogram))
 
+        ProcessCollector(registry=registry)
+        GCCollector(registry=registry)
+        registry.register(self)
+
+    def _add_requests(self) -> None:
+        """Add what is counted once a request."""
         self._http = Counter(
             "marathon_http_requests_total",
             "HTTP requests, by route template (other: no such route); status 499: the client left before the answer.",
@@ -103,6 +114,8 @@ class Metrics:
             "marathon_client_disconnects_total", "Clients that left before the end, by phase.", phase=PHASES
         )
 
+    def _add_times(self) -> None:
+        """Add what is measured of each request: times, and tokens by request."""
         self._first_token = Histogram(
             "marathon_time_to_first_token_seconds",
             "From a request's arrival to its first token, time in the queue included.",
@@ -132,6 +145,8 @@ class Metrics:
             "marathon_request_generation_tokens", "Tokens generated for a request.", TOKENS
         )
 
+    def _add_tokens(self) -> None:
+        """Add what is counted once a token."""
         self._prompt = Counter("marathon_prompt_tokens_total", "Prompt tokens of the sequences begun.")
         self._cached = Counter(
             "marathon_cached_prompt_tokens_total", "Prompt tokens that were taken from earlier prompts' caches."
@@ -140,6 +155,8 @@ class Metrics:
             "marathon_generation_tokens_total", "Tokens generated, each once, however often it was recomputed."
         )
 
+    def _add_resumes(self) -> None:
+        """Add what is counted when an engine ends and its generations go on in another one."""
         self._restarts = Counter(
             "marathon_engine_restarts_total", "Engines replaced by new ones, by why.", reason=RESTARTS
         )
@@ -155,11 +172,6 @@ class Metrics:
         self._recomputed = Counter(
             "marathon_recomputed_tokens_total", "Tokens whose prefill was repeated to continue.", reason=RESUMES
         )
-        self._counted = tuple(value for value in vars(self).values() if isinstance(value, Counter | Histogram))
-
-        ProcessCollector(registry=registry)
-        GCCollector(registry=registry)
-        registry.register(self)
 
     # ---------------------------------------------------------------- a scrape
     def watch(self, view: EngineView, model: str) -> None:
@@ -204,7 +216,9 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """For the registry; families without a sample are left out."""
         yield metric(BUILD_INFO, {self._build: 1})
-        known = self._engine.view.known if self._engine.view else None
+        known = None
+        if self._engine.view:
+            known = self._engine.view.known
         if self._model is not None and known:
             yield metric(MODEL_INFO, {(self._model, known.quantization): 1})
         yield metric(DECODE_RATE, {(): self._rate.read()})

@@ -78,6 +78,10 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
+    async def serve_on(self, sockets: list[socket.socket]) -> None:
+        """Serve on open sockets and leave the process's signal handlers alone, unlike uvicorn's `serve`."""
+        await self._serve(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
@@ -126,7 +130,9 @@ class Server(uvicorn.Server):
             self._entrance.give_up()
             self.should_exit = True
             return
-        seconds = 0.0 if self._supervisor.draining else self._settings.drain_seconds
+        seconds = 0.0
+        if not self._supervisor.draining:
+            seconds = self._settings.drain_seconds
         log.info("draining for at most %g s%s", seconds, "; a second signal ends at once" if seconds else "")
         self._tasks.append(asyncio.ensure_future(self._end(self._supervisor, seconds)))
 
@@ -176,4 +182,6 @@ def _serve(settings: Settings) -> None:
 
 
 def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    if ":" in host:
+        return f"[{host}]"
+    return host

@@ -132,7 +132,9 @@ class Settings(Serving, Limits, EngineSettings, Logs):
     @field_validator("host")
     @classmethod
     def _address_or_name(cls, value: str) -> str:
-        host = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+        host = value
+        if value.startswith("[") and value.endswith("]"):
+            host = value[1:-1]
         if "/" in host:
             raise ValueError("a host is an address or a name, without a scheme or a path")
         if host.count(":") == 1:
@@ -142,12 +144,16 @@ class Settings(Serving, Limits, EngineSettings, Logs):
     @field_validator("guard", mode="before")
     @classmethod
     def _on_off(cls, value: object) -> object:
-        return {"on": True, "off": False}.get(value, value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"on": True, "off": False}.get(value, value)
+        return value
 
     @field_validator("model_alias", "api_key", "cors_origins", "allowed_hosts", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return value
 
     @field_validator("cors_origins")
     @classmethod

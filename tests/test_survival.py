@@ -82,7 +82,7 @@ async def site(tiny: Any) -> AsyncIterator[Site]:
     served = app.serving(settings)
     server = serve.Server(app.create_app(served), served.supervisor, settings, lambda ready: None)
     (sock,) = listen(settings.host, 0)
-    task = asyncio.create_task(server._serve([sock]))  # not serve(): the signals are pytest's
+    task = asyncio.create_task(server.serve_on([sock]))
     site = Site(sock.getsockname()[1], served.supervisor, [])
     try:
         await site.until_ready(1)

@@ -87,7 +87,9 @@ class ReplayProgress:
         seconds = (self._clock() - self._began) / done * (sum(self._parts) - done)
         if seconds < 1:
             return ""
-        return f"; about {seconds / 60:.0f} min left" if seconds >= 90 else f"; about {seconds:.0f} s left"
+        if seconds >= 90:
+            return f"; about {seconds / 60:.0f} min left"
+        return f"; about {seconds:.0f} s left"
 
 
 # ---------------------------------------------------------------- playing
@@ -122,7 +124,9 @@ def _certify(order: Order, tell: Tell) -> Certificate:
     }
     if loaded.batches:
         progress.at(0, "rows together and alone")
-    agreed = agreement.compare(loaded) if loaded.batches else None
+    agreed = None
+    if loaded.batches:
+        agreed = agreement.compare(loaded)
     changed = sum(off.texts.get(number) != text for number, text in guarded.texts.items())
     return Certificate(
         model=Path(order.path).name,
@@ -235,8 +239,10 @@ def _faults(guarded: Arm, agreed: Agreement | None, changed: float) -> list[str]
 
 
 def _tell(line: str) -> None:
-    end = "\r" if sys.stderr.isatty() else "\n"
-    print(f"{line:78}" if end == "\r" else line, end=end, file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(f"{line:78}", end="\r", file=sys.stderr, flush=True)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -247,7 +253,9 @@ def main() -> int:
         print(f"marathon: {joined_lines(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
     print(to_json(certificate) if order.as_json else to_text(certificate))
-    return 0 if certificate.passed else EXIT_FAILED
+    if certificate.passed:
+        return 0
+    return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -127,7 +127,9 @@ class Death:
 
     @property
     def deviation(self) -> float | None:
-        return None if self.reached is None or self.token is None else self.reached / self.token - 1
+        if self.reached is None or self.token is None:
+            return None
+        return self.reached / self.token - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,9 @@ def _arm_in_words(arm: Arm) -> str:
     if arm.interval is None or arm.buffers_a_token is None or arm.bytes_a_token is None:
         return f"can't be run: {arm.failed}"
     half = (arm.interval[1] - arm.interval[0]) / 2
-    fault = f"; at fault: {', '.join(arm.at_fault)}" if arm.at_fault else ""
+    fault = ""
+    if arm.at_fault:
+        fault = f"; at fault: {', '.join(arm.at_fault)}"
     return f"{arm.buffers_a_token:.3f} ±{half:.3f} buffers a token, {arm.bytes_a_token:.1f} bytes a token{fault}"
 
 
@@ -218,7 +222,9 @@ def _death_in_words(one: Certificate) -> str:
     death = one.death
     rate = one.arms["mlx_lm"].buffers_a_token
     if death is None or rate is None:
-        return "can't be said: no live-buffer count" if one.source == GRAPHS else "can't be said"
+        if one.source == GRAPHS:
+            return "can't be said: no live-buffer count"
+        return "can't be said"
     if death.token is None:
         return "none: the count is flat in mlx-lm too (`marathon certify --demo` shows a family where it rises)"
     words = f"at token {death.token:,.0f} = ({death.limit:,} − {death.baseline:,.0f}) / {rate:.3f}"

@@ -79,7 +79,9 @@ class Plan:
 
     def prompt(self, number: int) -> list[int]:
         """Token ids, none of them a control token; no neighbour begins alike."""
-        length = SHORT_PROMPT if number else LONG_PROMPT
+        length = LONG_PROMPT
+        if number:
+            length = SHORT_PROMPT
         ids = self.vocabulary - 8
         return [(7 * number + 3 * i) % ids + 8 for i in range(length)]
 
@@ -163,7 +165,9 @@ class Gauge:
 
     @property
     def name(self) -> str:
-        return GRAPHS if self._source.limit is None else self._source.name
+        if self._source.limit is None:
+            return GRAPHS
+        return self._source.name
 
     def read(self, run: Run, caches: list[Any]) -> None:
         mx.synchronize()

@@ -73,7 +73,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, 
     rows, heads, _, dim = queries.shape
     threads = THREADS[keys.shape[2] > MANY]
     group = heads // keys.shape[1]
-    out: mx.array = _kernel(float(scale))(
+    out: mx.array = kernel(float(scale))(
         inputs=[queries, keys, values, mask],
         template=[("T", queries.dtype), ("D", dim), ("GROUP", group), ("THREADS", threads)],
         grid=(threads * heads, rows, 1),
@@ -85,7 +85,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, 
 
 
 @cache
-def _kernel(scale: float) -> Any:
+def kernel(scale: float) -> Any:
     """The scale is written into the source. MLX keeps compiled kernels by name, also on disk, so that the name says
     what the source is."""
     source = SOURCE.read_text(encoding="utf-8")
@@ -104,11 +104,11 @@ def _kernel(scale: float) -> Any:
 def _is_proved(queries: mx.array, keys: mx.array, scale: float) -> bool:
     """Whether the kernel says what MLX says for heads of this kind; tried once for each."""
     _, heads, _, dim = queries.shape
-    return _prove(queries.dtype, dim, heads, keys.shape[1], scale)
+    return agrees_with_mlx(queries.dtype, dim, heads, keys.shape[1], scale)
 
 
 @cache
-def _prove(dtype: mx.Dtype, dim: int, heads: int, shared: int, scale: float) -> bool:
+def agrees_with_mlx(dtype: mx.Dtype, dim: int, heads: int, shared: int, scale: float) -> bool:
     try:
         worst = max(difference(dtype, dim, heads, shared, scale, length) for length in (33, MANY + 1))
     except Exception as error:  # no compiler, no headers: MLX's own way remains

@@ -103,10 +103,14 @@ class Sampler:
 
     def __call__(self, logits: mx.array, positions: np.ndarray[Any, Any]) -> mx.array:
         """Token ids [B] (uint32) for `logits` [B, V] at output `positions` [B]."""
-        u = uniforms(self._keys, positions) if self._draws else None
+        u = None
+        if self._draws:
+            u = uniforms(self._keys, positions)
         parts = []
         for lane in self._lanes:
-            part = logits if lane.index is None else logits[lane.index]
+            part = logits
+            if lane.index is not None:
+                part = logits[lane.index]
             parts.append(_draw(lane, part, u))
         if self._restore is None:
             return parts[0]

@@ -21,5 +21,7 @@ def cache_folder(configured: Path | None = None) -> Path:
         return configured
     if root := os.environ.get("XDG_CACHE_HOME"):
         return Path(root) / "mlx-marathon"
-    place = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    place = ".cache"
+    if sys.platform == "darwin":
+        place = "Library/Caches"
     return Path.home() / place / "mlx-marathon"

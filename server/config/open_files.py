@@ -16,7 +16,9 @@ WANTED = 8192  # connections, and the files of a large model
 def raise_limit() -> None:
     """Up to what the system allows this process, where that is less than a server wants. Processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    allowed = WANTED
+    if hard != resource.RLIM_INFINITY:
+        allowed = min(WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         with contextlib.suppress(OSError, ValueError):  # a Mac has a lower limit beside it
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -34,7 +34,9 @@ def variable(name: str) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean --port?`, or nothing where no known word is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    if near:
+        return f"; did you mean {near[0]}?"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ class Sources:
             return option(name)
         if name in self.environment:
             return variable(name)
-        return self._place(name) if name in self.file else ""
+        if name in self.file:
+            return self._place(name)
+        return ""
 
     def blame(self, name: str, value: object) -> str:
         """The beginning of an error about a setting: its place and its value."""
@@ -89,7 +93,9 @@ class Sources:
 
     def _place(self, name: str) -> str:
         line = self.lines.get(name)
-        return f"{self.path}, line {line}" if line else str(self.path)
+        if line:
+            return f"{self.path}, line {line}"
+        return str(self.path)
 
     def _refuse_unknown(self, known: Collection[str]) -> None:
         for name, value in self.file.items():

@@ -117,7 +117,9 @@ class Heartbeat:
     def report(self) -> None:
         """Readings go with it once the engine serves: before, nothing has been read, and nothing isn't zero."""
         still = monotonic() - self._beaten
-        snapshot = self._snapshot if self.stage == SERVING else None
+        snapshot = None
+        if self.stage == SERVING:
+            snapshot = self._snapshot
         self._seam.send(Progress(self._epoch, self.count, self.stage, snapshot, still))
 
     def _run(self) -> None:

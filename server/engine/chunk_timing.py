@@ -56,7 +56,10 @@ class ChunkTiming:
             return
         kind = _kind(size)
         own = self._kinds.setdefault(kind, _Measurement(rate))
-        own.rate = own.rate + MEMORY * (rate - own.rate) if own.sure else min(own.rate, rate)
+        if own.sure:
+            own.rate = own.rate + MEMORY * (rate - own.rate)
+        else:
+            own.rate = min(own.rate, rate)
         own.times = own.times + 1
         own.passed_over = 0
         for longer in [other for length, other in self._kinds.items() if length > kind]:
@@ -72,7 +75,9 @@ class ChunkTiming:
         rate = self._guess
         if known:
             rate = self._kinds[min(known, key=lambda kind: abs(kind.bit_length() - _kind(size).bit_length()))].rate
-        return None if rate is None else rate * max(size, READ_ALL)
+        if rate is None:
+            return None
+        return rate * max(size, READ_ALL)
 
     @property
     def next(self) -> int:

@@ -71,7 +71,9 @@ class Matcher:
         """The ids that may end the text here. A row without stop ids fills up with ends once its text is complete."""
         if self._complete:
             return self._stops or self._ends
-        return self._stops if self._matcher.is_accepting() else frozenset()
+        if self._matcher.is_accepting():
+            return self._stops
+        return frozenset()
 
     def accept(self, token: int) -> None:
         """Raises ValueError when the grammar doesn't allow the token or gives up."""
@@ -133,7 +135,9 @@ class Grammars:
     def seconds(self) -> float:
         """How long the one that is being compiled has taken; nothing ends it but the end of the process."""
         since = self._since
-        return 0.0 if since is None else monotonic() - since
+        if since is None:
+            return 0.0
+        return monotonic() - since
 
     def _compile(self, sequence: Sequence, generated: list[int]) -> Matcher:
         self._since = monotonic()

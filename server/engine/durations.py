@@ -39,4 +39,6 @@ class Durations:
 
 def _median(seconds: deque[float] | None) -> float:
     """The lower one of two: the first run of a shape often was the slow one."""
-    return sorted(seconds)[(len(seconds) - 1) // 2] if seconds else 0.0
+    if seconds:
+        return sorted(seconds)[(len(seconds) - 1) // 2]
+    return 0.0

@@ -85,12 +85,16 @@ class Executor:
         """The rows whose caches an operation may leave in no known state."""
         if isinstance(operation, Step | Tell | Split | Leave | KeepRow | Join):
             batch = self.batches.get(operation.batch)
-            mates = () if batch is None else tuple(batch.seqs)
+            mates: tuple[int, ...] = ()
+            if batch is not None:
+                mates = tuple(batch.seqs)
             return mates + getattr(operation, "seqs", ())
         if isinstance(operation, Read | Detach):
             return operation.seqs
         seq = getattr(operation, "seq", None)
-        return () if seq is None else (seq,)
+        if seq is None:
+            return ()
+        return (seq,)
 
     def caches(self) -> Caches:
         """Every layer of every batch."""

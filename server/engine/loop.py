@@ -154,7 +154,9 @@ class Loop:
     def _take_commands(self) -> None:
         self._end_endless_grammar()
         if not self.rows or self._state is State.WAITING:
-            patience = WAIT_SECONDS if self.rows else IDLE_SECONDS
+            patience = IDLE_SECONDS
+            if self.rows:
+                patience = WAIT_SECONDS
             command = self._seam.receive(patience)
             if command is None:
                 self._relieve()
@@ -251,7 +253,10 @@ class Loop:
             self._tell_first(joined)
         if self._state is not State.DRAINING:
             idle = self.runner.progress == before
-            self._state = State.WAITING if idle else State.RUNNING
+            if idle:
+                self._state = State.WAITING
+            else:
+                self._state = State.RUNNING
 
     def _read_prompts(self) -> list[Row]:
         """Read prompts within the budget; returns the rows that go on to decode."""

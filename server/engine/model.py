@@ -112,7 +112,9 @@ def load(
 def _known_or_tried(
     path: Path, model: nn.Module, weights: int, on_stage: Callable[[str], None], trials: TrialResults | None
 ) -> Probe:
-    known = trials.recall(path) if trials else None
+    known = None
+    if trials:
+        known = trials.recall(path)
     doubts: list[Exception] = []
     probe = known or try_out(model, weights, on_stage, doubts)
     if probe.batching != "batched":
@@ -126,7 +128,7 @@ def _known_or_tried(
 def try_out(model: nn.Module, weights_bytes: int, on_stage: Callable[[str], None], doubts: list[Exception]) -> Probe:
     """How the model batches, and what its rows and steps cost. To `doubts` is added what may go otherwise next time."""
     on_stage("trying out whether rows can be decoded together")
-    vocab, batching = _batching(model, doubts)
+    vocab, batching = try_batching(model, doubts)
     on_stage("trying out whether prompts can be read together")
     reads = reads_together(model, batching, doubts)
     on_stage("measuring what a step, a row and a chunk cost")
@@ -157,7 +159,7 @@ def rounding(noise: float, spread: float) -> float:
     return max(NOISE_FACTOR * noise, SPREAD_SHARE * spread)
 
 
-def _batching(model: nn.Module, doubts: list[Exception] | None = None) -> tuple[int, str]:
+def try_batching(model: nn.Module, doubts: list[Exception] | None = None) -> tuple[int, str]:
     """Width of the logits, and whether rows of different lengths give the same logits together and alone.
 
     The shortest has read a single token: windows of the newest tokens aren't full yet.
@@ -328,19 +330,19 @@ def chunk_peak(model: nn.Module, patience: float = _PEAK_SECONDS) -> tuple[int, 
     for each pair of tokens with its square.
     """
     size = _PEAK_LENGTHS[0]
-    _peak(model, size)  # the first of its kind may have to compile something, which says nothing of the next
+    measure_peak(model, size)  # the first of its kind may have to compile something, which says nothing of the next
     started = perf_counter()
-    small = _peak(model, size)
+    small = measure_peak(model, size)
     if (perf_counter() - started) / size * 3 * _PEAK_LENGTHS[1] < patience:
         size = _PEAK_LENGTHS[1]
-        small = _peak(model, size)
-    twice = _peak(model, 2 * size)
+        small = measure_peak(model, size)
+    twice = measure_peak(model, 2 * size)
     pairs = max(0.0, (twice - 2 * small) / (2 * size**2))
     each = (twice - pairs * (2 * size) ** 2) / (2 * size)
     return int(each * LARGEST_CHUNK + pairs * LARGEST_CHUNK**2), pairs
 
 
-def _peak(model: nn.Module, length: int) -> int:
+def measure_peak(model: nn.Module, length: int) -> int:
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()

@@ -33,7 +33,9 @@ def shared_ids(a: list[int] | np.ndarray[Any, Any], b: list[int] | np.ndarray[An
     """How many leading ids are equal."""
     size = min(len(a), len(b))
     differ = np.asarray(a[:size]) != np.asarray(b[:size])
-    return int(differ.argmax()) if differ.any() else size
+    if differ.any():
+        return int(differ.argmax())
+    return size
 
 
 @dataclass(eq=False, slots=True)
@@ -52,15 +54,15 @@ class PrefixCache:
         """`budget` in bytes; 0 switches it off."""
         self._budget = budget
         self._snapshot = snapshot
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._bytes = self._buffers = 0
+        self.entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self.pinned_bytes = self._buffers = 0
 
     @property
     def enabled(self) -> bool:
         return self._budget > 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     # ------------------------------------------------------------ use
     def lookup(self, tokens: list[int]) -> tuple[Caches, int] | None:
@@ -73,8 +75,8 @@ class PrefixCache:
         self._count("miss" if key is None else "hit" if usable == len(wanted) else "partial")
         if key is None:
             return None
-        self._entries.move_to_end(key)
-        entry = self._entries[key]
+        self.entries.move_to_end(key)
+        entry = self.entries[key]
         caches = copy.deepcopy(entry.caches)  # arrays are shared until written to; the objects are the row's own
         if usable < len(entry.tokens):
             for layer in caches:
@@ -83,13 +85,17 @@ class PrefixCache:
 
     def reach(self, tokens: list[int]) -> int:
         """How many of `tokens` a `lookup` would find; it counts for no use."""
-        return self._best(np.array(tokens[:-1], dtype=np.int64))[1] if self._entries else 0
+        if self.entries:
+            return self._best(np.array(tokens[:-1], dtype=np.int64))[1]
+        return 0
 
     def _best(self, wanted: np.ndarray[Any, Any]) -> tuple[bytes | None, int]:
         best: tuple[bytes | None, int] = (None, 0)
-        for key, entry in self._entries.items():
+        for key, entry in self.entries.items():
             shared = shared_ids(entry.tokens, wanted)
-            usable = shared if entry.trims or shared == len(entry.tokens) else 0
+            usable = 0
+            if entry.trims or shared == len(entry.tokens):
+                usable = shared
             if usable >= max(WORTH_KEEPING, best[1] + 1):
                 best = key, usable
         return best
@@ -116,12 +122,12 @@ class PrefixCache:
         entry = _Entry(np.array(tokens, dtype=np.int64), caches, pinned, len(cache_arrays(caches)), trims)
         if trims:
             self._drop_prefixes(entry)
-        self._entries[entry.tokens.tobytes()] = entry
-        self._bytes += pinned
+        self.entries[entry.tokens.tobytes()] = entry
+        self.pinned_bytes += pinned
         self._buffers += entry.buffers
-        while self._bytes > self._budget and self._entries:
+        while self.pinned_bytes > self._budget and self.entries:
             self._evict("bytes")
-        while len(self._entries) > MOST_ENTRIES:
+        while len(self.entries) > MOST_ENTRIES:
             self._evict("size")
         self._report()
 
@@ -131,56 +137,56 @@ class PrefixCache:
     def _is_kept(self, tokens: list[int], trims: bool) -> bool:
         """Whether an entry for these tokens is there, or one that trims to them; it is then as good as used."""
         wanted = np.array(tokens, dtype=np.int64)
-        for key, entry in self._entries.items():
+        for key, entry in self.entries.items():
             longer = len(entry.tokens) > len(wanted)
             if (entry.trims and trims if longer else len(entry.tokens) == len(wanted)) and (
                 shared_ids(entry.tokens, wanted) == len(wanted)
             ):
-                self._entries.move_to_end(key)
+                self.entries.move_to_end(key)
                 return True
         return False
 
     def _drop_prefixes(self, new: _Entry) -> None:
         """Entries that the new one can stand in for."""
-        for key, entry in list(self._entries.items()):
+        for key, entry in list(self.entries.items()):
             if entry.trims and shared_ids(entry.tokens, new.tokens) == len(entry.tokens):
                 self._drop(key)
 
     # ------------------------------------------------------------ let go
     def _drop(self, key: bytes) -> None:
-        if entry := self._entries.pop(key, None):
-            self._bytes -= entry.pinned
+        if entry := self.entries.pop(key, None):
+            self.pinned_bytes -= entry.pinned
             self._buffers -= entry.buffers
 
     def _evict(self, reason: str) -> None:
-        self._drop(next(iter(self._entries)))
+        self._drop(next(iter(self.entries)))
         evictions = self._snapshot.prefix_evictions
         evictions[reason] = evictions.get(reason, 0) + 1
 
     def evict(self, reason: str, size: int, buffers: int) -> int:
         """Under pressure: let go of entries until they have given back `size` bytes and so many buffers, or none is
         left; returns how many went."""
-        before = len(self._entries)
-        bytes_left, buffers_left = self._bytes - size, self._buffers - buffers
-        while self._entries and (self._bytes > bytes_left or self._buffers > buffers_left):
+        before = len(self.entries)
+        bytes_left, buffers_left = self.pinned_bytes - size, self._buffers - buffers
+        while self.entries and (self.pinned_bytes > bytes_left or self._buffers > buffers_left):
             self._evict(reason)
         self._report()
-        return before - len(self._entries)
+        return before - len(self.entries)
 
     def clear(self) -> None:
         """At the end of the process."""
-        self._entries.clear()
-        self._bytes = self._buffers = 0
+        self.entries.clear()
+        self.pinned_bytes = self._buffers = 0
 
     def pinned(self) -> list[tuple[int, int]]:
         """(bytes really pinned, bytes of the arrays) of each entry, for tests and /debug."""
-        return [(e.pinned, own_bytes(e.caches)) for e in self._entries.values()]
+        return [(e.pinned, own_bytes(e.caches)) for e in self.entries.values()]
 
     def _report(self) -> None:
-        self._snapshot.prefix_entries = len(self._entries)
-        self._snapshot.kv_cached_bytes = self._bytes
+        self._snapshot.prefix_entries = len(self.entries)
+        self._snapshot.kv_cached_bytes = self.pinned_bytes
         self._snapshot.kv_cached_buffers = self._buffers
-        self._snapshot.kv_cached_tokens = sum(len(entry.tokens) for entry in self._entries.values())
+        self._snapshot.kv_cached_tokens = sum(len(entry.tokens) for entry in self.entries.values())
 
 
 def _cut_spare(caches: Caches) -> None:

@@ -143,14 +143,18 @@ def symbols(tag: Tag) -> str:
 
 def json_rule(schema: Any) -> str:
     """A schema inside a grammar. A schema's own `x-guidance` can't loosen our options."""
-    inner = {} if schema is True else schema
+    inner = schema
+    if schema is True:
+        inner = {}
     return "%json " + json.dumps({**inner, "x-guidance": OPTIONS}, ensure_ascii=False)
 
 
 def _calls(calls: Calls, prove: Prove) -> Iterator[str]:
     style = calls.style
     several = calls.several and style.joint is not None
-    more = f" ({symbols(style.joint or ())} call){{0,{MAX_CALLS - 1}}}" if several else ""
+    more = ""
+    if several:
+        more = f" ({symbols(style.joint or ())} call){{0,{MAX_CALLS - 1}}}"
     yield f"calls: {symbols(style.opening)} call{more} {symbols(style.closing)}"
     yield f"call: {' | '.join(f'f{i}' for i in range(len(calls.functions)))}"
     for index, (name, parameters, param) in enumerate(calls.functions):
@@ -164,7 +168,9 @@ def _calls(calls: Calls, prove: Prove) -> Iterator[str]:
 def _thought(reasoning: ReasoningRule | None) -> str:
     if reasoning is None or not (reasoning.opened or reasoning.wanted):
         return ""
-    return "thought " if reasoning.opened else "(opening thought)? "
+    if reasoning.opened:
+        return "thought "
+    return "(opening thought)? "
 
 
 def _thought_rules(reasoning: ReasoningRule | None) -> Iterator[str]:
@@ -249,8 +255,9 @@ def parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _objects(key: str, value: Any) -> Iterable[tuple[str, dict[str, Any]]]:
-    members = value.items() if isinstance(value, dict) else ()
-    return ((f".{key}.{name}", part) for name, part in members if isinstance(part, dict))
+    if not isinstance(value, dict):
+        return ()
+    return ((f".{key}.{name}", part) for name, part in value.items() if isinstance(part, dict))
 
 
 def unsupported(format_name: str, param: str) -> UnsupportedParameter:

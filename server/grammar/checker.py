@@ -37,7 +37,9 @@ def fault(grammar: str) -> str:
         return str(messages[0])
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)  # what else it says is of its tokens
     matcher.compute_bitmask()
-    return "no text could follow it" if _DEAD_END in matcher.get_error() else ""
+    if _DEAD_END in matcher.get_error():
+        return "no text could follow it"
+    return ""
 
 
 class Checker:
@@ -47,6 +49,13 @@ class Checker:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process that checks grammars; None before the first question."""
+        if self._process is None:
+            return None
+        return self._process.pid
 
     def fault(self, grammar: str) -> str:
         """As the function `fault`; a grammar that the check doesn't survive is at fault."""

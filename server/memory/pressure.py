@@ -119,7 +119,9 @@ class Pressure:
 
     def calm_seconds(self, now: float) -> float:
         """How long all has been calm; 0 while it isn't."""
-        return now - self._calm_since if self.level == Level.CALM else 0.0
+        if self.level == Level.CALM:
+            return now - self._calm_since
+        return 0.0
 
     def urgent_bytes(self, limit: float, floor: float = 0.0) -> float:
         """Active bytes from which on no period is waited for."""
@@ -180,14 +182,18 @@ class _Ladder:
             if self._rungs.level(reading.ratio(freed=reading.idle), self.level) <= level:
                 above = self._rungs.at(Level(level + 1)) - HYSTERESIS
                 return min(reading.idle, reading.value - reading.at(above) + 1)
-        return reading.idle if reading.value >= self.urgent(reading) else 0.0
+        if reading.value >= self.urgent(reading):
+            return reading.idle
+        return 0.0
 
     def _wait(self, reading: PressureReading, *, is_last: bool, is_rise: bool) -> float:
         """Seconds since the last reclaim before the next. Above the last rung it's a race with the end: bytes are
         given back at once, and a count that rises is read again at once."""
         if is_last and (self._resource == BYTES or (reading.rising and self.level < Level.ROTATE)):
             return 0.0
-        return RETRY_SECONDS if is_last or is_rise else RECLAIM_SECONDS
+        if is_last or is_rise:
+            return RETRY_SECONDS
+        return RECLAIM_SECONDS
 
     def act(self, reading: PressureReading) -> PressureAction | None:
         """What is left to do after a reclaim."""
@@ -195,17 +201,25 @@ class _Ladder:
         ratio = reading.ratio()
         reason = self._reason
         self._reason = 0.0
-        self._above = self._above + 1 if ratio >= self._rungs.rotate else 0
+        if ratio >= self._rungs.rotate:
+            self._above = self._above + 1
+        else:
+            self._above = 0
         self.level = self._rungs.level(ratio, before)
         if self._resource == BYTES:
-            self._harmless = 0.0 if self._above else reading.floor + NOISE * (reason - reading.floor)
+            if self._above:
+                self._harmless = 0.0
+            else:
+                self._harmless = reading.floor + NOISE * (reason - reading.floor)
             if self._above:
                 return self._due(Verb.PREEMPT, reading, Level.ROTATE)
         elif self.level == Level.ROTATE > before:
             if self._above >= ROTATE_READINGS and reading.rising:
                 return self._due(Verb.ROTATE, reading, Level.ROTATE)
             self.level = Level.HOLD
-        return self._due(Verb.HOLD, reading, Level.HOLD) if self.level >= Level.HOLD > before else None
+        if self.level >= Level.HOLD > before:
+            return self._due(Verb.HOLD, reading, Level.HOLD)
+        return None
 
     def _due(self, name: Verb, reading: PressureReading, level: Level) -> PressureAction:
         return PressureAction(name, self._resource, reading.value, reading.at(self._rungs.at(level)))
@@ -232,7 +246,9 @@ class Fit:
 
     def exhaustion(self, room: float) -> float:
         """Tokens until the room is used up; infinite while it isn't certain that there is a rise."""
-        return max(0.0, room) / self.slope if self.rising else math.inf
+        if self.rising:
+            return max(0.0, room) / self.slope
+        return math.inf
 
 
 class Slope:
@@ -250,7 +266,10 @@ class Slope:
     def add(self, tokens: float, value: float, now: float) -> None:
         if not self._points or tokens - self._points[-1][0] >= self._spacing:
             self._points.append((tokens, value, now))
-            self.fit = self._solve() if len(self._points) >= MIN_POINTS else None
+            if len(self._points) >= MIN_POINTS:
+                self.fit = self._solve()
+            else:
+                self.fit = None
 
     def _solve(self) -> Fit | None:
         count = len(self._points)
@@ -270,7 +289,9 @@ class Slope:
         if len(self._points) < 2:
             return 0.0
         (first, _, began), (last, _, ended) = self._points[0], self._points[-1]
-        return (last - first) / (ended - began) if ended > began else 0.0
+        if ended > began:
+            return (last - first) / (ended - began)
+        return 0.0
 
 
 def student(freedom: int) -> float:

@@ -172,7 +172,10 @@ class Residency:
         now = self._clock()
         active = mx.get_active_memory()
         urgent = self._urgent
-        self._growth = growth() if active >= NEAR * urgent else 0
+        if active >= NEAR * urgent:
+            self._growth = growth()
+        else:
+            self._growth = 0
         if now < self._due and active + self._growth < urgent:
             return []
         self._due = now + PERIOD_SECONDS
@@ -222,7 +225,9 @@ class Residency:
         """The count, if there are next to none left: why the allocator has just refused one."""
         raw = self.source.raw()
         limit = self.source.limit
-        return raw if raw and limit and raw >= RUNGS[BUFFERS].rotate * limit else None
+        if raw and limit and raw >= RUNGS[BUFFERS].rotate * limit:
+            return raw
+        return None
 
     # ------------------------------------------------------------ readings
     def _read(self, kv_bytes: int, now: float) -> None:
@@ -324,7 +329,10 @@ class Residency:
         tokens = slope.fit.exhaustion(room)
         pace = slope.tokens_per_second()
         self._snapshot.tokens_to_exhaustion[resource] = tokens
-        self._snapshot.seconds_to_exhaustion[resource] = tokens / pace if pace else math.inf
+        if pace:
+            self._snapshot.seconds_to_exhaustion[resource] = tokens / pace
+        else:
+            self._snapshot.seconds_to_exhaustion[resource] = math.inf
 
     def _publish_level(self) -> None:
         level = self.pressure.level
@@ -335,7 +343,10 @@ class Residency:
 
     def _record(self, action: str, reading: float, threshold: float) -> None:
         self._snapshot.record(action, reading, threshold)
-        severity = logging.DEBUG if action in HARMLESS else logging.WARNING
+        if action in HARMLESS:
+            severity = logging.DEBUG
+        else:
+            severity = logging.WARNING
         log.log(severity, "guard: %s at a reading of %.0f, threshold %.0f", action, reading, threshold)
 
 
@@ -343,4 +354,6 @@ def _severity(before: Level, level: Level) -> int:
     """Of a change of level. Below hold no request has to wait, and a busy server comes there often."""
     if max(before, level) < Level.HOLD:
         return logging.DEBUG
-    return logging.WARNING if level >= Level.HOLD else logging.INFO
+    if level >= Level.HOLD:
+        return logging.WARNING
+    return logging.INFO

@@ -71,14 +71,20 @@ def _renamed(arrays: dict[str, mx.array], metadata: Metadata) -> Iterator[tuple[
     Scales decide in which type the model computes: half on a GPU. On a CPU, where half is some twenty times slower
     than float32, they are widened, which changes no value.
     """
-    width = mx.float16 if mx.is_available(mx.gpu) else mx.float32
+    if mx.is_available(mx.gpu):
+        width = mx.float16
+    else:
+        width = mx.float32
     heads = {
         "attn_q": metadata["llama.attention.head_count"],
         "attn_k": metadata["llama.attention.head_count_kv"],
     }
     for name, array in arrays.items():
         *layer, module, kind = name.split(".")
-        stem = f"model.layers.{layer[1]}.{_LAYER_NAMES[module]}" if layer else _NAMES[module]
+        if layer:
+            stem = f"model.layers.{layer[1]}.{_LAYER_NAMES[module]}"
+        else:
+            stem = _NAMES[module]
         if module in heads:
             array = unpermute(array, heads[module])
         yield f"{stem}.{kind}", array.astype(width) if mx.issubdtype(array.dtype, mx.floating) else array

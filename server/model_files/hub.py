@@ -39,9 +39,13 @@ def hub_folder(hub_id: str, tell: Callable[[str], None]) -> Path:
 
 def hub_id_of(folder: Path) -> str | None:
     """`org/name` for a snapshot in the hub's cache, or for all of that model in it; None for other folders."""
-    repository = folder.parent.parent if folder.parent.name == "snapshots" else folder
+    repository = folder
+    if folder.parent.name == "snapshots":
+        repository = folder.parent.parent
     match = _REPOSITORY.fullmatch(repository.name)
-    return match[1].replace("--", "/") if match else None
+    if match:
+        return match[1].replace("--", "/")
+    return None
 
 
 def snapshot(repository: Path) -> Path | None:
@@ -50,7 +54,9 @@ def snapshot(repository: Path) -> Path | None:
         return repository / "snapshots" / (repository / "refs" / "main").read_text("utf-8").strip()
     except (OSError, ValueError):
         found = [path for path in repository.glob("snapshots/*") if path.is_dir()]
-        return found[0] if len(found) == 1 else None
+        if len(found) == 1:
+            return found[0]
+        return None
 
 
 def lacks(folder: Path) -> str | None:
@@ -70,7 +76,9 @@ def _cached(hub_id: str) -> Path | None:
     from huggingface_hub import constants
 
     folder = snapshot(Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}")
-    return folder if folder is not None and folder.is_dir() else None
+    if folder is not None and folder.is_dir():
+        return folder
+    return None
 
 
 # ---------------------------------------------------------------- asking the hub
@@ -84,7 +92,9 @@ def _knock(hub_id: str, tell: Callable[[str], None], lack: str | None) -> None:
         hooks += [_limited] * (_limited not in hooks)
         HfApi().model_info(hub_id)
     except Exception as error:  # the hub's client has a tree of its own, and the network another
-        here = f"what its cache has of it isn't whole: {lack}" if lack else "its cache has nothing of it"
+        here = "its cache has nothing of it"
+        if lack:
+            here = f"what its cache has of it isn't whole: {lack}"
         raise StartupError(f"--model {hub_id}: {_reason(hub_id, error)}; {here}") from error
     tell(f"fetching {hub_id} from the hub at {constants.ENDPOINT}")
 

@@ -60,7 +60,10 @@ def _folder(given: Path) -> ModelLocation:
     """The files are those of the moment, wherever a link leads later: each engine must load the same ones. The name is
     the one that was given, not that of a link's target; of a folder in the hub's cache it is the model's."""
     folder = given.resolve()
-    name = given.name if given.name not in ("", "..") else folder.name
+    if given.name not in ("", ".."):
+        name = given.name
+    else:
+        name = folder.name
     if hub_id_of(folder) and not (folder / "config.json").is_file():
         folder = snapshot(folder) or folder
     if not (folder / "config.json").is_file():

@@ -36,7 +36,9 @@ def read(folder: Path, name: str) -> dict[str, Any]:
         value = json.loads((folder / name).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def context_of(folder: Path) -> int:

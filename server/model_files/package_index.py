@@ -89,7 +89,9 @@ def _find(client: httpx.Client, place: str, found: Places, name: str, version: s
     """The wheel among the files that an index or a folder lists."""
     project = re.sub(r"[-_.]+", "-", name).lower()
     prefix = re.sub(r"[-_.]+", "_", name).lower() + f"-{version}-"
-    page = place if place in found.files else f"{place.rstrip('/')}/{project}/"
+    page = place
+    if place not in found.files:
+        page = f"{place.rstrip('/')}/{project}/"
     for link in _links(client, page):
         file = unquote(urlsplit(link.url).path).rpartition("/")[2]
         if file.lower().startswith(prefix) and file.endswith("-none-any.whl"):
@@ -101,7 +103,9 @@ def _links(client: httpx.Client, page: str) -> list[Wheel]:
     if (folder := _local(page)) is not None:
         if folder.is_dir() and not (folder / "index.html").is_file():
             return [Wheel(file.resolve().as_uri(), None) for file in folder.iterdir()]
-        file = folder / "index.html" if folder.is_dir() else folder
+        file = folder
+        if folder.is_dir():
+            file = folder / "index.html"
         return _anchors(file.read_text(encoding="utf-8"), file.resolve().as_uri())
     answer = client.get(page, headers={"accept": f"{_JSON}, {_HTML};q=0.1"})
     if answer.status_code == httpx.codes.NOT_FOUND:
@@ -119,7 +123,9 @@ def _local(place: str) -> Path | None:
     parts = urlsplit(place)
     if parts.scheme == "file":
         return Path(unquote(parts.path))
-    return None if parts.scheme in {"http", "https"} else Path(place).expanduser()
+    if parts.scheme in {"http", "https"}:
+        return None
+    return Path(place).expanduser()
 
 
 def _anchors(text: str, base: str) -> list[Wheel]:

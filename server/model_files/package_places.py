@@ -42,7 +42,9 @@ def places(environment: Mapping[str, str] = os.environ) -> Places:
         return list(dict.fromkeys(value for source in sources for value in source.get(name, [])))
 
     switched_off = (first("no-index") or "").lower() in {"1", "true", "yes", "on"}
-    indexes = [] if switched_off else [first("index-url") or PYPI, *every("extra-index-url")]
+    indexes = []
+    if not switched_off:
+        indexes = [first("index-url") or PYPI, *every("extra-index-url")]
     return Places(indexes, every("find-links"), first("cert"), first("proxy"))
 
 

@@ -186,7 +186,10 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
             except subprocess.TimeoutExpired:
                 progress(f"converting the starter model: {time.monotonic() - began:.0f} s so far")
     if child.returncode != 0:
-        reason = output[-1] if output else f"the converter ended with code {child.returncode}"
+        if output:
+            reason = output[-1]
+        else:
+            reason = f"the converter ended with code {child.returncode}"
         raise StartupError(f"the starter model can't be converted: {reason}")
 
 

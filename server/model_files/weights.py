@@ -107,14 +107,18 @@ def _missing_shards(files: list[Path]) -> list[str]:
 def _listed(names: list[str]) -> str:
     if len(names) == 1:
         return f"{names[0]} is"
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    more = ""
+    if len(names) > _NAMED:
+        more = f" and {len(names) - _NAMED} more"
     return f"{', '.join(names[:_NAMED])}{more} are"
 
 
 def _other(folder: Path) -> str:
     """Weights in a form that mlx-lm doesn't read."""
     other = [file.name for pattern in ("*.safetensors", "*.gguf", "*.bin", "*.pt*") for file in folder.glob(pattern)]
-    return f"; {other[0]} isn't read by mlx-lm, whose `mlx_lm.convert` makes what is" if other else ""
+    if other:
+        return f"; {other[0]} isn't read by mlx-lm, whose `mlx_lm.convert` makes what is"
+    return ""
 
 
 # ---------------------------------------------------------------- whether they are whole
@@ -137,4 +141,6 @@ def _fault(file: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         return "is no safetensors file"
     whole = 8 + length + max(ends, default=0)
-    return f"is cut off after {size} of {whole} bytes" if size < whole else None
+    if size < whole:
+        return f"is cut off after {size} of {whole} bytes"
+    return None

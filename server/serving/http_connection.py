@@ -75,7 +75,9 @@ class Exchange(RequestResponseCycle):
         filler: bytes = cast("dict[str, Any]", self.scope).get(FILLER, b"")
         if self.response_complete or not filler:
             return b""
-        return b"%x\r\n%b\r\n" % (len(filler), filler) if self.chunked_encoding else filler
+        if self.chunked_encoding:
+            return b"%x\r\n%b\r\n" % (len(filler), filler)
+        return filler
 
 
 class WithoutChunks(Exchange):
@@ -127,7 +129,10 @@ class Protocol(HttpToolsProtocol):
         if self._deaf:
             return
         super().data_received(without_upgrade(data))
-        self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
+        if self._in_head:
+            self._head_bytes = self._head_bytes + len(data)
+        else:
+            self._head_bytes = 0
         if self._head_bytes > MAX_HEAD_BYTES and not self._deaf:
             self._refusal = _head_too_large()
             self.send_400_response(str(self._refusal))
@@ -170,7 +175,10 @@ class Protocol(HttpToolsProtocol):
 
     def _take_target(self, authority: bytes, rest: bytes) -> None:
         """Of a target in absolute form the server's name goes before the Host header."""
-        self.url = rest if rest.startswith(b"/") else b"/" + rest
+        if rest.startswith(b"/"):
+            self.url = rest
+        else:
+            self.url = b"/" + rest
         hosts = [place for place, (name, _) in enumerate(self.headers) if name == b"host"]
         if len(hosts) == 1:
             self.headers[hosts[0]] = (b"host", authority)
@@ -212,7 +220,10 @@ class Protocol(HttpToolsProtocol):
 
     # ---------------------------------------------------------------- requests and their answers
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cycle.__class__ = WithoutChunks if cycle.scope["http_version"] == "1.0" else Exchange
+        if cycle.scope["http_version"] == "1.0":
+            cycle.__class__ = WithoutChunks
+        else:
+            cycle.__class__ = Exchange
         self._serving = cycle
         cast("dict[str, Any]", cycle.scope).update({ABORT: self.transport.abort, UNSENT: self._presence.unsent})
         super()._start_asgi_task(cycle, app)
@@ -283,7 +294,9 @@ class Protocol(HttpToolsProtocol):
             return serving.between()
         if self._presence.is_local and not self._has_answered:
             return OUT_OF_BAND
-        return CONTINUE if serving.scope["http_version"] == "1.1" else b""
+        if serving.scope["http_version"] == "1.1":
+            return CONTINUE
+        return b""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._presence.forget()

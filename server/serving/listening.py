@@ -42,7 +42,7 @@ def _addresses(host: str, port: int) -> list[Address]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no host is named so"
+        reason = error.strerror if isinstance(error, OSError) else "there is no host of that name"
         raise StartupError(f"--host {host}: {reason or error}") from None
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 

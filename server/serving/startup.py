@@ -92,6 +92,7 @@ class Startup:
             with self._lock:
                 due = self._stage and now - self._said >= QUIET_SECONDS
                 line = f"{self._newest}: {now - self._stage_began:.0f} s so far"
-                self._said = now if due else self._said
+                if due:
+                    self._said = now
             if due:
                 log.info("%s", line)

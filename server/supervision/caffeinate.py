@@ -56,7 +56,9 @@ def assertion(wanted: bool, platform: str = sys.platform) -> Assertion | None:
     """The one of this system; None where none is wanted or there is none."""
     if wanted and platform != "darwin":
         log.info("keep_awake does nothing here: it is for macOS")
-    return Caffeinate() if wanted and platform == "darwin" else None
+    if wanted and platform == "darwin":
+        return Caffeinate()
+    return None
 
 
 async def watch(

@@ -153,11 +153,16 @@ class EngineLifecycle:
         self.link = None
         if self._latest is not None:
             self._latest.cancel()
-        cause: Cause = self.ending if self.ending == "stall" or self.ending == "rotation" else "crash"
+        cause: Cause = "crash"
+        if self.ending == "stall" or self.ending == "rotation":
+            cause = self.ending
         if self.ending != "stop":
             self.restarts += 1
             self._counts.engine_restarted(cause)
-            self.down = "the engine is being replaced" if cause == "rotation" else "the engine was lost and starts anew"
+            if cause == "rotation":
+                self.down = "the engine is being replaced"
+            else:
+                self.down = "the engine was lost and starts anew"
         for generation in self._scheduler.take_back(cause, planned=self.ending in ("rotation", "stop")):
             self._convict(generation)
         if self.snapshot is not None:
@@ -202,7 +207,9 @@ class EngineLifecycle:
         self.failed_starts += 1
         self.backoff.bad()
         pause = min(self.backoff.seconds(), AWAITED_SECONDS if self._scheduler.waiting else math.inf)
-        times = "" if self.failed_starts == 1 else f", {self.failed_starts} times in a row"
+        times = ""
+        if self.failed_starts != 1:
+            times = f", {self.failed_starts} times in a row"
         self.down = f"the engine couldn't be started{times}: {why}"
         log.error("%s; the next try is in %.3g s; waiting for it: %d", self.down, pause, self._scheduler.waiting)
         if self.hopeless:
@@ -218,7 +225,9 @@ class EngineLifecycle:
     @property
     def down_reason(self) -> str:
         """Why none is up."""
-        return "the engine gives no sign of life" if self.ready is not None and self._life.silent else self.down
+        if self.ready is not None and self._life.silent:
+            return "the engine gives no sign of life"
+        return self.down
 
     @property
     def hopeless(self) -> bool:
@@ -227,7 +236,9 @@ class EngineLifecycle:
 
     def not_ready(self) -> NotReady:
         """The refusal while there is no engine."""
-        wait = max(1, round(self.backoff.seconds())) if self.failed_starts else 5
+        wait = 5
+        if self.failed_starts:
+            wait = max(1, round(self.backoff.seconds()))
         return NotReady(f"No engine is ready: {self.down}.", retry_after=wait)
 
     # ---------------------------------------------------------------- what it says
@@ -315,12 +326,16 @@ class EngineLifecycle:
             link.kill()
             return
         link.send(messages.Drain(link.epoch))
-        seconds = LEAVE_SECONDS if self.ending == "stop" else DRAIN_SECONDS
+        seconds = DRAIN_SECONDS
+        if self.ending == "stop":
+            seconds = LEAVE_SECONDS
         self._latest = asyncio.get_running_loop().call_later(seconds, link.kill)
 
     def _age(self) -> float:
         """Seconds since it was ready."""
-        return 0.0 if self._life.ready_at is None else self._clock() - self._life.ready_at
+        if self._life.ready_at is None:
+            return 0.0
+        return self._clock() - self._life.ready_at
 
     # ---------------------------------------------------------------- watching it
     async def watch(self) -> None:
@@ -331,7 +346,10 @@ class EngineLifecycle:
             await asyncio.sleep(tick)
             now = self._clock()
             if (late := now - last - tick) > PAUSE_SECONDS:
-                level = logging.WARNING if late > LONG_PAUSE_SECONDS else logging.DEBUG
+                if late > LONG_PAUSE_SECONDS:
+                    level = logging.WARNING
+                else:
+                    level = logging.DEBUG
                 log.log(level, "the server stood still for %.1f s; the engine isn't blamed for that time", late)
                 self._life.excuse(late)
             self.look()

@@ -74,7 +74,9 @@ class Generation:
     def phase(self) -> Phase:
         if not self.submitted:
             return "queued"
-        return "decode" if self.generated else "prefill"
+        if self.generated:
+            return "decode"
+        return "prefill"
 
     def news(self) -> GenerationDelta | None:
         """What the reader hasn't had yet; None if it has had all."""

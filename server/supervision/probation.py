@@ -96,7 +96,9 @@ def record_death(aboard: Sequence[R], *, stalled: bool, age: float, absent: Coll
 def _exonerate(past: DeathRecord, age: float, *, was_idle: bool) -> None:
     """An engine died without it. One that had nothing to do shows that engines are killed soon after they are ready:
     the next one has to live for longer, so the last blame stays."""
-    least = 1 if was_idle else 0
+    least = 0
+    if was_idle:
+        least = 1
     past.blamed = max(min(past.blamed, least), past.blamed - 1)
     past.barren = max(min(past.barren, least), past.barren - 1)
     if past.barren:

@@ -65,7 +65,9 @@ class Scheduler:
     @property
     def busy_since(self) -> float:
         """When the engine was given work that isn't done; inf if it has none."""
-        return self._busy_since if self.running else math.inf
+        if self.running:
+            return self._busy_since
+        return math.inf
 
     def retry_after(self) -> int:
         """Seconds until a further request has a chance."""
@@ -252,13 +254,19 @@ class Scheduler:
         if self._returning and not self._gives_way(self._returning[0]):
             head = self._returning[0]
             free = probation.may_start(head, self.running.values()) and self._has_settled(head)
-            return self._returning.popleft() if free and room.holds(head.length, head.length) else None
+            if free and room.holds(head.length, head.length):
+                return self._returning.popleft()
+            return None
         if not self._queue or self._tried is not None:
             return None
         head = self._queue[0]
         if head.cause is None:
-            return self._queue.popleft() if room.admits_new(self._planned(head), head.length) else None
-        return self._queue.popleft() if room.admits_preempted(head.length) else None
+            if room.admits_new(self._planned(head), head.length):
+                return self._queue.popleft()
+            return None
+        if room.admits_preempted(head.length):
+            return self._queue.popleft()
+        return None
 
     def _gives_way(self, generation: Generation) -> bool:
         """One that runs apart lets the others go first, for as long as is fair."""
@@ -325,7 +333,9 @@ class Scheduler:
         if (generation := self.running.pop(failure.seq, None)) is None:
             return
         self._end(generation)
-        kind = ExceedsMemory if failure.kind == "memory" else GenerationError
+        kind: type[RequestError] = GenerationError
+        if failure.kind == "memory":
+            kind = ExceedsMemory
         self.fail(generation.live, kind(failure.message))
 
     def preempted(self, seq: int) -> None:
@@ -353,7 +363,9 @@ class Scheduler:
             self._settling = None
         for generation in lost:
             self._lost(generation, cause)
-        ended = self._judge(lost, stalled=cause == "stall") if was_fed and not planned else []
+        ended = []
+        if was_fed and not planned:
+            ended = self._judge(lost, stalled=cause == "stall")
         self._returning = deque(probation.order([*lost, *self._returning]))
         return ended
 
@@ -377,7 +389,9 @@ class Scheduler:
 
 def _unread(generation: Generation) -> int:
     """Tokens that its engine may still have to read before it draws."""
-    return generation.length if generation.cause is not None or not generation.generated else 0
+    if generation.cause is not None or not generation.generated:
+        return generation.length
+    return 0
 
 
 def _outcome(live: GenerationHandle, unfinished: bool) -> str:

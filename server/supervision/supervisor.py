@@ -140,7 +140,9 @@ class Supervisor:
         """Why it wouldn't."""
         if self.is_ready:
             return None
-        return "the server is shutting down" if self.draining else self._engines.down_reason
+        if self.draining:
+            return "the server is shutting down"
+        return self._engines.down_reason
 
     @property
     def ready(self) -> messages.Ready | None:
@@ -178,7 +180,9 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        return self._engines.link.pid if self._engines.link else None
+        if self._engines.link:
+            return self._engines.link.pid
+        return None
 
     @property
     def restarts(self) -> int:
@@ -189,13 +193,17 @@ class Supervisor:
     def last_step_age_seconds(self) -> float | None:
         """Seconds since an engine last got something done: a step, or a chunk of a prompt. None before the first."""
         age = self.clock() - self._engines.worked
-        return age if math.isfinite(age) else None
+        if math.isfinite(age):
+            return age
+        return None
 
     @property
     def last_step_time(self) -> float | None:
         """The same as a time, in seconds since 1970."""
         age = self.last_step_age_seconds
-        return None if age is None else time.time() - age
+        if age is None:
+            return None
+        return time.time() - age
 
     @property
     def running(self) -> int:

@@ -27,7 +27,9 @@ class StallLimit:
 
     def seconds(self, snapshot: messages.Snapshot | None) -> float:
         """The limit for the step or chunk under way."""
-        factor = FIRST_SHAPE_FACTOR if snapshot and snapshot.first_shape else 1
+        factor = 1
+        if snapshot and snapshot.first_shape:
+            factor = FIRST_SHAPE_FACTOR
         doubled: float = self._usual(snapshot) * factor * 2 ** max(0, self._kills - 1)
         return max(self._base, min(doubled, LONGEST_STALL))
 
@@ -62,7 +64,9 @@ class Backoff:
         self._bad += 1
 
     def seconds(self) -> float:
-        return min(self._first * 2.0 ** (min(self._bad, 30) - 1), self._longest) if self._bad else 0.0
+        if self._bad:
+            return min(self._first * 2.0 ** (min(self._bad, 30) - 1), self._longest)
+        return 0.0
 
 
 class RotationPace:
@@ -75,7 +79,10 @@ class RotationPace:
     def rotated(self, age: float, *, late: bool = False) -> bool:
         """An engine asks to be replaced at `age` seconds, or too `late`. True: too soon too often, replacing doesn't
         help."""
-        self._hasty = self._hasty + 1 if late or age < self.minimum else 0
+        if late or age < self.minimum:
+            self._hasty = self._hasty + 1
+        else:
+            self._hasty = 0
         if self._hasty < HASTY_ROTATIONS:
             return False
         self._hasty = 0

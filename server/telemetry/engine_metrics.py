@@ -105,7 +105,9 @@ class Series(Generic[T]):
 
     @property
     def family(self) -> Family:
-        kind: Literal["counter", "gauge"] = "counter" if self.name.endswith("_total") else "gauge"
+        kind: Literal["counter", "gauge"] = "gauge"
+        if self.name.endswith("_total"):
+            kind = "counter"
         return Family(self.name, self.help, kind, (self.label,) if self.label else ())
 
     def samples(self, source: T) -> dict[LabelValues, float]:
@@ -122,7 +124,9 @@ def _live(s: Snapshot) -> Value:
 
 
 def _headroom(s: Snapshot, limit: int | None) -> Value:
-    return None if s.live_settled is None or not limit else (limit - s.live_settled) / limit
+    if s.live_settled is None or not limit:
+        return None
+    return (limit - s.live_settled) / limit
 
 
 def _group_bytes(s: Snapshot) -> Value:
@@ -310,7 +314,9 @@ class EngineMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Families without a sample are left out."""
-        snapshot = self.view.snapshot if self.view else None
+        snapshot = None
+        if self.view:
+            snapshot = self.view.snapshot
         yield from _counters(self._past.plus(snapshot) if snapshot else self._past)
         if self.view:
             yield from _read(FROM_SUPERVISOR, self.view)

@@ -19,7 +19,9 @@ _FOOTPRINT_AT = 72  # ri_phys_footprint, after a 16-byte uuid and seven 64-bit f
 def footprint() -> int:
     """0 where the system doesn't say."""
     try:
-        return _macos() if sys.platform == "darwin" else _linux()
+        if sys.platform == "darwin":
+            return _macos()
+        return _linux()
     except (OSError, AttributeError, ValueError):
         return 0
 

@@ -27,13 +27,18 @@ class Lines(logging.Formatter):
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
-        self._process = f"{process}: " if process else ""
+        if process:
+            self._process = f"{process}: "
+        else:
+            self._process = ""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         facts = "".join(f" {name}={plain(value)}" for name, value in facts_of(record).items() if value is not None)
         line = f"{clock} {record.levelname.lower():7} {self._process}{record.getMessage()}{facts}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if record.exc_info:
+            return f"{line}\n{self.formatException(record.exc_info)}"
+        return line
 
 
 class JsonLines(logging.Formatter):
@@ -41,7 +46,10 @@ class JsonLines(logging.Formatter):
 
     def __init__(self, process: str = "") -> None:
         super().__init__()
-        self._process = {"process": process} if process else {}
+        if process:
+            self._process = {"process": process}
+        else:
+            self._process = {}
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -59,13 +67,20 @@ class JsonLines(logging.Formatter):
 
 def facts_of(record: logging.LogRecord) -> dict[str, Any]:
     facts = getattr(record, "facts", None)
-    return facts if isinstance(facts, dict) else {}
+    if isinstance(facts, dict):
+        return facts
+    return {}
 
 
 def plain(value: object) -> str:
     """One word of a text line; control characters of a client's can't break the line."""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if text.isprintable() and " " not in text else json.dumps(text)
+    if isinstance(value, float):
+        text = f"{value:g}"
+    else:
+        text = str(value)
+    if text.isprintable() and " " not in text:
+        return text
+    return json.dumps(text)
 
 
 # ---------------------------------------------------------------- set-up
@@ -112,7 +127,9 @@ def _unraisable(fault: Any) -> None:
 
 
 def _thread_ended(fault: Any) -> None:
-    name = fault.thread.name if fault.thread else "unknown"
+    name = "unknown"
+    if fault.thread:
+        name = fault.thread.name
     logging.getLogger("marathon").error("the thread %s ends", name, exc_info=fault.exc_value)
 
 

@@ -32,7 +32,9 @@ class Family:
 
 def metric(family: Family, samples: Mapping[LabelValues, float]) -> Metric:
     """A counter's or gauge's samples in the client library's form."""
-    kind = CounterMetricFamily if family.type == "counter" else GaugeMetricFamily
+    kind: type[CounterMetricFamily | GaugeMetricFamily] = GaugeMetricFamily
+    if family.type == "counter":
+        kind = CounterMetricFamily
     result = kind(family.name, family.help, labels=family.labels)
     for values, value in samples.items():
         result.add_metric(values, value)

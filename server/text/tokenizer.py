@@ -91,25 +91,25 @@ class Tokenizer:
     def __init__(
         self, wrapper: Any, config: Mapping[str, Any], generation: Mapping[str, Any], own: Mapping[str, Any]
     ) -> None:
-        self._hf = wrapper._tokenizer
-        self.info = {"tokenizer_class": type(self._hf).__name__, "chat_template": self._hf.chat_template, **own}
-        self._vocabulary = Vocabulary(self._hf)
-        self._encoder = Encoder(self._hf, self._vocabulary, _markers(wrapper))
+        self.hf = wrapper._tokenizer
+        self.info = {"tokenizer_class": type(self.hf).__name__, "chat_template": self.hf.chat_template, **own}
+        self._vocabulary = Vocabulary(self.hf)
+        self.encoder = Encoder(self.hf, self._vocabulary, _markers(wrapper))
         self.vocab_size = self._vocabulary.size
         self.think = _think(wrapper)
         self.transitions: Transitions = {s: tuple(edges) for s, edges in wrapper.response_transitions.items()}
         self.first_state: str | None = wrapper.response_initial_state
         self.silent: tuple[str, ...] = tuple(wrapper.structural_markers)
-        self.speaks_harmony = _speaks_harmony(self._encoder)
+        self.speaks_harmony = _speaks_harmony(self.encoder)
         self.tool_format = _tool_format(wrapper, self)
         self.has_template: bool = wrapper.has_chat_template
-        self._template = _template(wrapper, self._encoder, self.think)
+        self._template = _template(wrapper, self.encoder, self.think)
         self.able = self._template.able
         self.defaults = generation_config.defaults(generation)
         self.context = model_config.context_length(config, own)
         named = [*model_config.eos_ids(config, generation), *wrapper.eos_token_ids, *self._chat_end()]
         self.eos_ids = frozenset(token for token in named if token >= 0)
-        self._added = {entry.content: token for token, entry in self._hf.added_tokens_decoder.items()}
+        self._added = {entry.content: token for token, entry in self.hf.added_tokens_decoder.items()}
         self._tags: dict[int | None, Tags] = {}
 
     @classmethod
@@ -172,7 +172,7 @@ class Tokenizer:
 
         Raises ContextLengthError for a text that is far longer than `most` tokens, without reading all of it.
         """
-        return self._encoder.encode(text, special=special, bos=bos, most=most)
+        return self.encoder.encode(text, special=special, bos=bos, most=most)
 
     def chat(
         self,
@@ -192,7 +192,7 @@ class Tokenizer:
         """
         begins = begin_answer and not continue_final_message
         made = self._template.render(messages, tools, kwargs or {}, reasoning_effort, continue_final_message, begins)
-        ids, counts = self._encoder.encode_marked(made.text, made.places, most=most)
+        ids, counts = self.encoder.encode_marked(made.text, made.places, most=most)
         marks = sorted({*(count for count in counts if count >= _WORTH_A_MARK), len(ids)})
         return ChatPrompt(ids, marks, made.reasoning, made.settled)
 
@@ -208,7 +208,7 @@ class Tokenizer:
 
     def piece(self, token: int) -> str:
         """One token as the vocabulary writes it."""
-        return str(self._hf.convert_ids_to_tokens(token) or "")
+        return str(self.hf.convert_ids_to_tokens(token) or "")
 
     def is_special(self, token: int) -> bool:
         return token in self._vocabulary.special
@@ -224,12 +224,12 @@ class Tokenizer:
             return []
         try:
             history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
-            text = self._hf.apply_chat_template(history, tokenize=False)
+            text = self.hf.apply_chat_template(history, tokenize=False)
         except Exception:  # no template, or none for these messages
             return []
-        match = self._encoder.shield.pattern.fullmatch(str(text).rpartition(PROBE)[2].strip())
+        match = self.encoder.shield.pattern.fullmatch(str(text).rpartition(PROBE)[2].strip())
         if match:
-            return [self._hf.convert_tokens_to_ids(match[0])]
+            return [self.hf.convert_tokens_to_ids(match[0])]
         return []
 
 

@@ -41,9 +41,9 @@ def install(monkeypatch):
     """Installs as on a device that lacks such a kernel, until the test ends."""
     monkeypatch.setattr(attention, "is_missing", lambda: True)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", mx.fast.scaled_dot_product_attention)
-    attention._prove.cache_clear()
+    attention.agrees_with_mlx.cache_clear()
     yield attention.install
-    attention._prove.cache_clear()
+    attention.agrees_with_mlx.cache_clear()
 
 
 def heads(rows=2, queries=4, shared=2, length=9, dim=16, count=1, dtype=mx.float32):
@@ -99,9 +99,9 @@ def built(monkeypatch):
         return lambda **run: runs.append(run) or [mx.zeros(run["output_shapes"][0], run["output_dtypes"][0])]
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", build)
-    attention._kernel.cache_clear()
+    attention.kernel.cache_clear()
     yield kernels, runs
-    attention._kernel.cache_clear()
+    attention.kernel.cache_clear()
 
 
 def test_every_head_of_every_row_has_a_block(built):
@@ -118,14 +118,14 @@ def test_every_head_of_every_row_has_a_block(built):
 
 def test_kernels_of_different_sources_have_different_names(built, tmp_path, monkeypatch):
     kernels, _ = built
-    attention._kernel(0.125)
-    attention._kernel(0.25)
-    attention._kernel(0.25)
+    attention.kernel(0.125)
+    attention.kernel(0.25)
+    attention.kernel(0.25)
     changed = tmp_path / "attend.cu"
     changed.write_text(attention.SOURCE.read_text() + "\n")
     monkeypatch.setattr(attention, "SOURCE", changed)
-    attention._kernel.cache_clear()
-    attention._kernel(0.25)
+    attention.kernel.cache_clear()
+    attention.kernel(0.25)
     assert len({kernel["name"] for kernel in kernels}) == len(kernels) == 3
 
 

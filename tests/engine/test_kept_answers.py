@@ -49,7 +49,7 @@ async def client(request: pytest.FixtureRequest, tiny: Any) -> AsyncIterator[htt
     served = app.serving(settings)
     server = serve.Server(app.create_app(served), served.supervisor, settings, lambda ready: None)
     (sock,) = listen(settings.host, 0)
-    task = asyncio.create_task(server._serve([sock]))  # not serve(): the signals are pytest's
+    task = asyncio.create_task(server.serve_on([sock]))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     try:
         async with asyncio.timeout(120):

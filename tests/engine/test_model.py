@@ -20,7 +20,7 @@ from server.supervision.admission import Capacity
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5", "deepseek_v32", "recurrent_gemma"])
 def test_a_family_that_batches_rightly_batches(family):
-    assert model._batching(tiny_model(family)) == (2048, "batched")
+    assert model.try_batching(tiny_model(family)) == (2048, "batched")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_family_that_batches_rightly_batches(family):
     ],
 )
 def test_a_family_that_does_not_is_found_out_and_the_reason_told(family, why):
-    vocabulary, verdict = model._batching(tiny_model(family))
+    vocabulary, verdict = model.try_batching(tiny_model(family))
     assert vocabulary == 2048
     assert why in verdict
     assert "\n" not in verdict
@@ -49,7 +49,7 @@ def test_a_model_whose_logits_are_no_numbers_when_batched_does_not_batch():
             logits = plain(inputs, cache=cache)
             return logits * mx.nan if inputs.shape[0] > 1 else logits
 
-    assert "nan" in model._batching(Broken())[1]
+    assert "nan" in model.try_batching(Broken())[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,10 +74,10 @@ def test_the_peak_of_the_largest_chunk_is_told_from_smaller_ones(monkeypatch):
     """On a CPU scores are a matrix, so the peak grows with the square."""
     monkeypatch.setattr(model, "LARGEST_CHUNK", 1024)
     built = tiny_model("llama")
-    real = model._peak(built, 1024)
+    real = model.measure_peak(built, 1024)
     largest, pair = model.chunk_peak(built, math.inf)
     assert largest == pytest.approx(real, rel=0.15)
-    assert real > 2.5 * model._peak(built, 512)
+    assert real > 2.5 * model.measure_peak(built, 512)
     assert pair == pytest.approx(4 * 4, rel=0.15), "a float32 for each of four heads"
 
 
@@ -89,7 +89,7 @@ def test_what_is_planned_for_a_short_chunk_is_about_what_it_takes(family, sizes,
     largest, pair = model.chunk_peak(built, patience)
     probe = Probe(2048, "batched", [], largest, 0, pair_bytes=pair)
     for size in (128, 256):
-        real = model._peak(built, size)
+        real = model.measure_peak(built, size)
         assert real / factor < probe.chunk_peak(size) < factor * real
     assert probe.chunk_peak(model.LARGEST_CHUNK) == pytest.approx(largest, rel=0.01)
     assert probe.chunk_peak(64, 2048) - probe.chunk_peak(64) == pytest.approx(64 * 2048 * pair, rel=0.01, abs=2)
@@ -102,7 +102,7 @@ def test_a_lone_prompt_that_can_be_read_is_not_refused():
     largest, pair = model.chunk_peak(built)
     probe = Probe(2048, "batched", model.row_cost(built), 10 * largest, 0, pair_bytes=10 * pair)
     cost = sum(one.bytes(400) for one in probe.row_cost)
-    limit = weights + cost + model._peak(built, 400)
+    limit = weights + cost + model.measure_peak(built, 400)
     ready = Ready(1, 1, probe, 4096, weights, "llama", "none", "cpu", "0", "0", 0, memory_limit=limit)
     Capacity(ready, None, 8).check(Sequence([1] * 400, Sampling(0), 100))
 

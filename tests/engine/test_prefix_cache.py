@@ -55,13 +55,13 @@ class Served:
 
 def fingerprints(prefix):
     """Every array of every entry, as it is now."""
-    return {entry: [np.array(a) for a in cache_arrays(entry.caches)] for entry in prefix._entries.values()}
+    return {entry: [np.array(a) for a in cache_arrays(entry.caches)] for entry in prefix.entries.values()}
 
 
 def assert_honest(prefix, budget):
     """Bytes are charged at what is really pinned, which is hardly more than what is held."""
-    assert prefix._bytes == sum(pinned for pinned, _ in prefix.pinned()) <= budget
-    for entry in prefix._entries.values():
+    assert prefix.pinned_bytes == sum(pinned for pinned, _ in prefix.pinned()) <= budget
+    for entry in prefix.entries.values():
         arrays = cache_arrays(entry.caches)
         assert entry.pinned == pinned_bytes(arrays)
         assert entry.pinned <= 1.1 * sum(array.nbytes for array in arrays)
@@ -181,7 +181,7 @@ def state(size=64):
 
 
 def kept(prefix):
-    return sorted(len(entry.tokens) for entry in prefix._entries.values())
+    return sorted(len(entry.tokens) for entry in prefix.entries.values())
 
 
 def test_off_means_off():
@@ -247,7 +247,7 @@ def test_the_least_recently_used_entry_goes_first_and_the_budget_holds():
     assert prefix.lookup(prompt(100, 0)) is not None
     assert snapshot.prefix_evictions == {"bytes": 1}
     assert snapshot.prefix_entries == 3
-    assert snapshot.kv_cached_bytes == prefix._bytes <= 3 * one + one // 2
+    assert snapshot.kv_cached_bytes == prefix.pinned_bytes <= 3 * one + one // 2
     assert snapshot.kv_cached_tokens == 300
 
 

@@ -80,7 +80,7 @@ def test_a_check_that_never_ends_ends(monkeypatch):
 def test_the_alarm_of_the_other_process_ends_it_by_itself():
     checker = Checker(seconds=0.5)
     assert checker.fault(lark('start: "a"')) == ""
-    pid = checker._process.pid
+    pid = checker.pid
     os.kill(pid, signal.SIGSTOP)
     os.kill(pid, signal.SIGALRM)
     os.kill(pid, signal.SIGCONT)
@@ -98,7 +98,7 @@ def test_it_ends_with_whoever_asked(checker):
 
 def test_closing_answers_whoever_waits(checker):
     checker.fault(lark('start: "a"'))
-    os.kill(checker._process.pid, signal.SIGSTOP)
+    os.kill(checker.pid, signal.SIGSTOP)
     answers = []
     asker = threading.Thread(target=lambda: answers.append(checker.fault(lark('start: "b"'))))
     asker.start()
@@ -119,5 +119,5 @@ async def test_a_schema_that_crashes_the_check_is_refused_and_the_server_goes_on
         assert "schema" in answer.json()["error"]["param"]
         assert (await site.chat()).status_code == 200
         await asyncio.to_thread(site.served.prover.fault, lark('start: "a"'))
-        pid = site.served.prover._process.pid
+        pid = site.served.prover.pid
     assert sys.platform != "linux" or not Path(f"/proc/{pid}").exists()

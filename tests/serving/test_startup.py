@@ -81,7 +81,7 @@ async def entrance(monkeypatch: pytest.MonkeyPatch, locate: Callable[..., ModelL
     (sock,) = listen(settings.host, 0)
     with Startup() as stages:
         server = serve.Server(Entrance(settings, stages), None, settings, lambda ready: None)
-        task = asyncio.create_task(server._serve([sock]))  # not serve(): the signals are pytest's
+        task = asyncio.create_task(server.serve_on([sock]))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
             try:

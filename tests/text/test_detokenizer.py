@@ -74,7 +74,7 @@ def test_a_stream_reads_as_the_library_decodes_the_whole(real: dict[str, Tokeniz
     @given(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=12))
     def check(ids: list[int]) -> None:
         known = [token for token in ids if token < tokenizer.vocab_size]
-        theirs = tokenizer._hf.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        theirs = tokenizer.hf.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         ours = answer(itertools.chain(*stream(state(tokenizer, chat=False), ids))).content
         if REPLACED not in theirs:
             assert ours in (theirs, " " + theirs)

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from server.text.tokenizer import Tokenizer
 from server.text.tokens import encode_cache
-from server.text.tokens.encode_cache import History, may_cut
+from server.text.tokens.encode_cache import EncodeCache, may_cut
 
 EAGER = AddedToken("<eat>", lstrip=True, normalized=False, special=True)  # takes the blanks before it
 GREEDY = AddedToken("<more>", rstrip=True, normalized=False, special=True)
@@ -25,11 +25,11 @@ def encoder(request, tmp_path_factory):
         "words": (small.whole_words, {"unk_token": "[UNK]", "eos_token": "[END]"}),
     }[request.param]
     small.write(folder, make if callable(make) else lambda: make, None, **fields)
-    return Tokenizer.load(folder, trust_remote_code=False)._encoder
+    return Tokenizer.load(folder, trust_remote_code=False).encoder
 
 
 def alone(encoder, text):
-    encoding = encoder._backend.encode(text, add_special_tokens=False)
+    encoding = encoder.backend.encode(text, add_special_tokens=False)
     return encoding.ids, [end for _, end in encoding.offsets]
 
 
@@ -44,8 +44,8 @@ def test_conversations_that_grow_fork_and_shorten_get_the_ids_that_they_get_alon
         patch.setattr(encode_cache, "SHORTEST", 0)
         patch.setattr(encode_cache, "MOST", 4)
         patch.setattr(encode_cache, "MOST_CHARACTERS", 600)
-        known = encoder.__dict__.pop("_history", None) or encoder._history
-        memory = History(lambda text, most=None: alone(encoder, text), known._cuts, known._longest)
+        known = encoder.__dict__.pop("cache", None) or encoder.cache
+        memory = EncodeCache(lambda text, most=None: alone(encoder, text), known.cuts, known.longest)
         said = ""
         for _ in range(8):
             kept = data.draw(st.integers(0, len(said)))
@@ -62,8 +62,8 @@ def test_only_the_end_of_a_grown_text_is_encoded(encoder, monkeypatch):
         asked.append(text)
         return alone(encoder, text)
 
-    end = next(iter(encoder._history._cuts.values()))
-    memory = History(encode, encoder._history._cuts, encoder._history._longest)
+    end = next(iter(encoder.cache.cuts.values()))
+    memory = EncodeCache(encode, encoder.cache.cuts, encoder.cache.longest)
     turns = [f"the fox {i}{end} says {i}{end} " for i in range(30)]
     for i in range(1, 31):
         memory.encode("".join(turns[:i]))
@@ -74,20 +74,20 @@ def test_only_the_end_of_a_grown_text_is_encoded(encoder, monkeypatch):
 
 
 def test_what_is_kept_is_bounded(encoder, monkeypatch):
-    memory = History(lambda text, most=None: alone(encoder, text), encoder._history._cuts, 5)
+    memory = EncodeCache(lambda text, most=None: alone(encoder, text), encoder.cache.cuts, 5)
     monkeypatch.setattr(encode_cache, "MOST_CHARACTERS", 30_000)
     for i in range(100):
         memory.encode(f"{i} fox" * 1000)
-        assert sum(len(text.text) for text in memory._texts) <= 30_000
+        assert sum(len(text.text) for text in memory.texts) <= 30_000
     memory.encode("short")
-    assert all(len(text.text) >= encode_cache.SHORTEST for text in memory._texts)
-    assert len(memory._texts) <= encode_cache.MOST
+    assert all(len(text.text) >= encode_cache.SHORTEST for text in memory.texts)
+    assert len(memory.texts) <= encode_cache.MOST
 
 
 def test_a_token_that_takes_the_blanks_before_it_is_no_place_to_cut(tmp_path):
     small.write(tmp_path, lambda: small.byte_level(EAGER, GREEDY), None, eos_token="<|im_end|>")
-    encoder = Tokenizer.load(tmp_path, trust_remote_code=False)._encoder
-    cuts = encoder._history._cuts.values()
+    encoder = Tokenizer.load(tmp_path, trust_remote_code=False).encoder
+    cuts = encoder.cache.cuts.values()
     assert "<|im_end|>" in cuts
     assert "<eat>" not in cuts
     assert not may_cut(lambda text: alone(encoder, text), "<eat>", encoder._ids["<eat>"])

@@ -50,7 +50,7 @@ def loaded(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 def load_like(tokenizer: Tokenizer, template: str) -> Tokenizer:
     """The same tokenizer with another template."""
     with tempfile.TemporaryDirectory() as folder:
-        made = small.write(Path(folder), tokenizer._hf.backend_tokenizer, template, eos_token="<|im_end|>")
+        made = small.write(Path(folder), tokenizer.hf.backend_tokenizer, template, eos_token="<|im_end|>")
         return load(made)
 
 
@@ -80,7 +80,7 @@ def test_a_sequence_reads_as_the_library_decodes_it_but_for_the_leading_space(
     @settings(max_examples=150, deadline=None)
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
     def check(ids: list[int]) -> None:
-        theirs = tokenizer._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        theirs = tokenizer.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if "\ufffd" not in theirs:
             assert tokenizer.decode(ids) in (theirs, " " + theirs)
 
@@ -130,7 +130,7 @@ def test_special_text_is_text_unless_asked(loaded: dict[str, Tokenizer]) -> None
 def test_special_text_leaves_the_token_borders_around_it_alone(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["bytes"]
     text = "the fox <|im_end|>the end"
-    backend = tokenizer._hf.backend_tokenizer
+    backend = tokenizer.hf.backend_tokenizer
     backend.encode_special_tokens = True
     try:
         wanted = backend.encode(text, add_special_tokens=False).ids
@@ -164,7 +164,7 @@ def test_text_that_isnt_unicode_is_replaced(loaded: dict[str, Tokenizer], text: 
 def test_a_chat_is_encoded_as_the_library_encodes_it(loaded: dict[str, Tokenizer]) -> None:
     history = [{"role": "system", "content": "Be brief."}, user("Hi <b>"), assistant("Hello."), user("Capital?")]
     for name in ("bytes", "thinking"):
-        wanted = loaded[name]._hf.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+        wanted = loaded[name].hf.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
         assert loaded[name].chat(history).ids == wanted
 
 
@@ -308,7 +308,7 @@ def test_special_text_stays_text_where_a_normalizer_would_make_it(tmp_path: Path
     template = "{% for m in messages %}{{ m.content }}<|cut|>{% endfor %}"
     tokenizer = load(small.write(tmp_path, made, template, eos_token="<|im_end|>"))
     wide = "one ＜|cut|＞ two"
-    assert specials(tokenizer, tokenizer._hf.encode(wide)), "or there is nothing to be seen"
+    assert specials(tokenizer, tokenizer.hf.encode(wide)), "or there is nothing to be seen"
     assert not specials(tokenizer, tokenizer.encode(wide))
     assert specials(tokenizer, tokenizer.chat([user(wide)]).ids) == [made.token_to_id("<|cut|>")]
 

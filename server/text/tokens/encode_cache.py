@@ -39,24 +39,24 @@ class _Text:
     cuts: list[tuple[int, int]]  # positions at which a special token begins, and its place among the ids
 
 
-class History:
+class EncodeCache:
     """Newest texts last."""
 
     def __init__(self, encode: Encode, cuts: Mapping[int, str], longest: int) -> None:
         """`cuts`: special tokens before which a text may be cut, by id; `longest`: characters of the longest added
         token, since what begins before a difference may end behind it."""
         self._encode = encode
-        self._cuts = cuts
-        self._longest = longest
-        self._texts: list[_Text] = []
+        self.cuts = cuts
+        self.longest = longest
+        self.texts: list[_Text] = []
         self._lock = Lock()
 
     def encode(self, text: str, most: int | None = None) -> Encoded:
         """Ids of the whole text and where each token ends."""
-        if not (SHORTEST <= len(text) <= MOST_CHARACTERS and self._cuts):
+        if not (SHORTEST <= len(text) <= MOST_CHARACTERS and self.cuts):
             return self._encode(text, most)
         with self._lock:
-            texts = list(self._texts)
+            texts = list(self.texts)
         known, shared, cuts = self._best(text, texts)
         cut, index = cuts[-1] if cuts else (0, 0)
         ids, ends = self._encode(text[cut:], most)
@@ -74,22 +74,22 @@ class History:
         best: tuple[_Text | None, int, list[tuple[int, int]]] = (None, 0, [])
         for known in texts:
             shared = common_prefix(known.text, text)
-            cuts = known.cuts[: bisect_right(known.cuts, shared - self._longest, key=itemgetter(0))]
+            cuts = known.cuts[: bisect_right(known.cuts, shared - self.longest, key=itemgetter(0))]
             if cuts and cuts[-1] > max(best[2], default=(0, 0)):
                 best = known, shared, cuts
         return best
 
     def _places(self, text: str, ids: list[int], ends: list[int], first: int) -> list[tuple[int, int]]:
         """Where the text may be cut, before which of the ids from `first` ≥ 1 on."""
-        found = [(ends[i - 1], i) for i in range(first, len(ids)) if ids[i] in self._cuts]
-        return [(cut, i) for cut, i in found if text.startswith(self._cuts[ids[i]], cut)]
+        found = [(ends[i - 1], i) for i in range(first, len(ids)) if ids[i] in self.cuts]
+        return [(cut, i) for cut, i in found if text.startswith(self.cuts[ids[i]], cut)]
 
     def _keep(self, new: _Text, outgrown: _Text | None) -> None:
         with self._lock:
-            self._texts = [text for text in self._texts if text is not outgrown]
-            self._texts.append(new)
-            while len(self._texts) > MOST or sum(len(text.text) for text in self._texts) > MOST_CHARACTERS:
-                self._texts.pop(0)
+            self.texts = [text for text in self.texts if text is not outgrown]
+            self.texts.append(new)
+            while len(self.texts) > MOST or sum(len(text.text) for text in self.texts) > MOST_CHARACTERS:
+                self.texts.pop(0)
 
 
 def may_cut(encode: Encode, special: str, token: int) -> bool:

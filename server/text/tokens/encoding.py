@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from server.errors import ContextLengthError
-from server.text.tokens.encode_cache import History, common_prefix, may_cut
+from server.text.tokens.encode_cache import EncodeCache, common_prefix, may_cut
 from server.text.tokens.least import Least
 from server.text.tokens.pieces import PIECE, Cuts, measured
 from server.text.tokens.vocabulary import Vocabulary
@@ -93,12 +93,12 @@ class Encoder:
         self._ids = {entry.content: i for i, entry in self._entries.items()}
         self.control = frozenset(self._ids)
         self.shield = Shield(list(self._ids))
-        self._backend = _backend(tokenizer)
-        self._cuts = Cuts(self._backend, vocabulary.spellings)
-        self._least = Least(self._backend, vocabulary.spellings)
+        self.backend = backend(tokenizer)
+        self._cuts = Cuts(self.backend, vocabulary.spellings)
+        self._least = Least(self.backend, vocabulary.spellings)
         # A normalizer can make a special token of text that isn't spelled like one.
         named = any(entry.normalized for entry in self._entries.values())
-        self._always_guard = named and _normalizes(self._backend)
+        self._always_guard = named and _normalizes(self.backend)
         self.opening = self._find_opening()
 
     def encode(self, text: str, *, special: bool, bos: bool, most: int | None = None) -> list[int]:
@@ -121,14 +121,14 @@ class Encoder:
             self._check(_MARKS.sub("", text) if marked else text, most)
         if marked:
             return self._encode_guarded(text, positions, most) or self._encode_in_bits(text, positions)
-        if self._backend is None:
+        if self.backend is None:
             return self._encode_in_bits(text, positions)
-        ids, ends = self._history.encode(text, most)
+        ids, ends = self.cache.encode(text, most)
         return ids, [bisect_right(ends, position) for position in positions]
 
     def _check(self, text: str, most: int) -> None:
         """Raises for a text that has too many tokens whatever they are."""
-        if self._backend is not None and (fewest := self._least.tokens(text)) > most:
+        if self.backend is not None and (fewest := self._least.tokens(text)) > most:
             raise ContextLengthError.of(fewest, most, at_least=True)
 
     def _encode_guarded(
@@ -158,12 +158,12 @@ class Encoder:
         return _MARKS.sub("", self.shield.pattern.sub(lambda match: _stand_in(self._ids[match[0]]), text))
 
     @cached_property
-    def _history(self) -> History:
-        encode = partial(measured, self._backend, self._cuts)
+    def cache(self) -> EncodeCache:
+        encode = partial(measured, self.backend, self._cuts)
         plain = {i: e for i, e in self._entries.items() if not (e.lstrip or e.single_word or e.normalized)}
         cuts = {token: entry.content for token, entry in plain.items() if may_cut(encode, entry.content, token)}
         longest = max((len(entry.content) for entry in self._tokenizer.added_tokens_decoder.values()), default=0)
-        return History(encode, cuts, longest)
+        return EncodeCache(encode, cuts, longest)
 
     @cached_property
     def _guard(self) -> tuple[Any, dict[int, int]] | None:
@@ -171,18 +171,18 @@ class Encoder:
         the added tokens differ."""
         import tokenizers
 
-        if self._backend is None:
+        if self.backend is None:
             return None
-        copy = tokenizers.Tokenizer(self._backend.model)
+        copy = tokenizers.Tokenizer(self.backend.model)
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
-            if (used := getattr(self._backend, part)) is not None:
+            if (used := getattr(self.backend, part)) is not None:
                 setattr(copy, part, used)
-        added = self._backend.get_added_tokens_decoder()
+        added = self.backend.get_added_tokens_decoder()
         names = {i: _stand_in(i) if i in self._entries else entry.content for i, entry in added.items()}
         copy.add_tokens([_renamed(entry, names[i]) for i, entry in sorted(added.items())])
         vocabulary: Any = copy.token_to_id  # every name is one by now
         true_ids = {vocabulary(name): i for i, name in names.items()}
-        strangers = (i for i, true in true_ids.items() if i != true and self._backend.model.id_to_token(i) is not None)
+        strangers = (i for i, true in true_ids.items() if i != true and self.backend.model.id_to_token(i) is not None)
         if next(strangers, None) is None:
             return (copy, true_ids)
         return None
@@ -216,7 +216,7 @@ def _normalizes(backend: Any) -> bool:
     return normalizer is not None and json.loads(normalizer.__getstate__()).get("normalizers") != []
 
 
-def _backend(tokenizer: Any) -> Any:
+def backend(tokenizer: Any) -> Any:
     """The Rust tokenizer, when the Python one adds nothing to it."""
     from transformers import PreTrainedTokenizerBase
 

@@ -1,0 +1,34 @@
+"""The shape of the code stays within the bounds of the house style."""
+
+import pytest
+
+from scripts import shape
+
+FIGURES = {figure.name: figure for figure in shape.figures()}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_of_the_shape_is_within_its_bound(name):
+    figure = FIGURES[name]
+    assert figure.is_met, f"{figure.value:g}, at most {figure.bound:g}: {', '.join(figure.places)}"
+
+
+def test_a_figure_beyond_its_bound_is_missed():
+    assert not shape.Figure("lines", 7, bound=6).is_met
+    assert shape.Figure("lines", 6, bound=6).is_met
+
+
+def test_what_the_figures_count_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(shape, "ROOT", tmp_path)
+    code = "class Lifted:\n    def one(self):\n        a, b = 1, 2\n        return a if b else Other()._hidden\n"
+    (tmp_path / "server").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "server" / "a.py").write_text(code)
+    (tmp_path / "server" / "b.py").write_text(code + "    x = 1\n" * 60)
+    (tmp_path / "tests" / "test_a.py").write_text(code)
+    found = {figure.name: figure.value for figure in shape.figures()}
+    assert found["class names in two modules"] == 1
+    assert found["participles as class names"] == 1
+    assert found["private members used in tests"] == 1
+    assert found["conditional expressions in 1,000 lines"] > 10
+    assert found["tuple = tuple assignments in 1,000 lines"] > 2
