@@ -30,7 +30,8 @@ from server.engine.groups import Groups
 from server.engine.model import LoadedModel, load
 from server.engine.plan import Operation, Result, Step, follow
 from server.engine.prefix_cache import PrefixCache
-from server.ipc.messages import Sampling, Sequence, Snapshot
+from server.ipc.sequence import Sampling, TokenSequence
+from server.ipc.snapshot import Snapshot
 
 LONG, SHORT, SHORTS = 20_000, 64, 8
 STEPS = 24  # iterations a block
@@ -75,7 +76,7 @@ class Arrangements:
         return [self._row(seq, length) for seq, length in enumerate(lengths)]
 
     def _row(self, seq: int, length: int) -> Row:
-        sequence = Sequence(self._prompt(length), Sampling(seed=seq, temperature=0), 1 << 20)
+        sequence = TokenSequence(self._prompt(length), Sampling(seed=seq, temperature=0), 1 << 20)
         return Row(seq, sequence, list(sequence.prompt), copy.deepcopy(self._read[length]))
 
     def new_batch(self) -> Batch:

@@ -32,8 +32,8 @@ from server.cache_guard import Guard, cache_arrays, settle
 from server.compute.laps import Laps, Stopwatch
 from server.compute.rows import Row
 from server.config.cache_folder import cache_folder
-from server.ipc.messages import Sampling, Snapshot
-from server.ipc.messages import Sequence as Asked
+from server.ipc.sequence import Sampling, TokenSequence
+from server.ipc.snapshot import Snapshot
 from server.model_files.starter import NAME, is_whole
 
 HYBRID = ("hybrid-16x256", "qwen3_5", 16, 256)
@@ -64,7 +64,7 @@ class Bench:
         caches = make_prompt_cache(self._model)
         self._model(mx.array([prompt[:-1]]), cache=caches)
         settle(caches)
-        asked = Asked(prompt, Sampling(seed=number, temperature=0), 1 << 30)
+        asked = TokenSequence(prompt, Sampling(seed=number, temperature=0), 1 << 30)
         return Row(number, asked, prompt, caches)
 
     def _batch(self, guarded: bool, laps: Laps | None = None) -> Batch:

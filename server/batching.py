@@ -13,7 +13,7 @@ rows, `extract` gives a single cache back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -24,7 +24,7 @@ from server.compute.logprobs import LogprobColumn, PendingScores
 from server.compute.masks import Failures, MaskColumn, Masks
 from server.compute.rows import Model, Row, StepOutput, on_host
 from server.compute.sampling import Sampler
-from server.ipc.messages import Finish, TokenLogprobs
+from server.ipc.sequence import Finish, TokenLogprobs
 
 FLUSH_STEPS = 256  # steps whose tokens may wait to be moved into the rows: bounds what a join has to do
 
@@ -88,7 +88,7 @@ class Batch:
         return max(map(self.length, self.rows), default=0)
 
     # ------------------------------------------------------------ membership
-    def join(self, rows: Many[Row]) -> None:
+    def join(self, rows: Sequence[Row]) -> None:
         """Take rows, with single caches or those of their pass. Evaluated at once, layer by layer, so that no chain of
         joins is kept."""
         if not rows:
@@ -104,7 +104,7 @@ class Batch:
         self.rows += rows
         self._refresh()
 
-    def _begin(self, rows: Many[Row]) -> None:
+    def _begin(self, rows: Sequence[Row]) -> None:
         """Rows of one token have read nothing yet. Their first pass is their own: beside others it would meet zeros
         where a model may tell the first position by the absence of a state, and a batch can't extract what isn't
         there."""
@@ -117,7 +117,7 @@ class Batch:
                 alone.step()
                 alone.leave([row], keep_caches=True)
 
-    def leave(self, rows: Many[Row], *, keep_caches: bool = False) -> None:
+    def leave(self, rows: Sequence[Row], *, keep_caches: bool = False) -> None:
         """Drop rows. With `keep_caches` each gets compacted single caches and what else it needs to join again."""
         self._flush()
         gone = {id(row) for row in rows}
@@ -257,7 +257,7 @@ class Batch:
         ended = self._ends(read, tokens)
         return StepOutput([self.seqs[i] for i in read], [tokens[i] for i in read], ended, logprobs)
 
-    def _ends(self, read: Many[int], tokens: list[int]) -> list[tuple[Row, Finish]]:
+    def _ends(self, read: Sequence[int], tokens: list[int]) -> list[tuple[Row, Finish]]:
         ended: list[tuple[Row, Finish]] = []
         for i in read:
             row = self.rows[i]

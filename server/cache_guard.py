@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from server.ipc.messages import Finding, Snapshot
+from server.ipc.snapshot import Finding, Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, 
 from prometheus_client.core import Metric
 
 import server
-from server.ipc.messages import Snapshot
+from server.ipc.snapshot import Snapshot
 from server.telemetry import engine_metrics
 from server.telemetry.engine_metrics import EngineMetrics, EngineView
 from server.telemetry.footprint import footprint

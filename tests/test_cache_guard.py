@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache
 
 from server import cache_guard
 from server.cache_guard import Guard, cache_arrays, census, compact, is_pending, pending_leaves, settle
-from server.ipc.messages import Finding, Snapshot
+from server.ipc.snapshot import Finding, Snapshot
 
 
 class Hidden:

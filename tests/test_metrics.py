@@ -21,7 +21,9 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from server import errors, metrics
-from server.ipc.messages import GroupState, Probe, Ready, Snapshot
+from server.ipc.messages import Ready
+from server.ipc.probe import Probe
+from server.ipc.snapshot import GroupState, Snapshot
 from server.metrics import CONTENT_TYPE, Metrics
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ import small_tokenizers as small
 from mlx_lm.models.cache import KVCache
 
 from server.engine import model
-from server.ipc.messages import GROWTH, LayerCost, Probe
+from server.ipc.probe import GROWTH, LayerCost, Probe
 from server.model_files import model_config
 from server.text.tokenizer import Tokenizer
 

@@ -15,7 +15,8 @@ from server.batching import Batch
 from server.cache_guard import Guard
 from server.compute import attention, cudnn_shapes
 from server.compute.rows import Row
-from server.ipc.messages import Sampling, Sequence, Snapshot
+from server.ipc.sequence import Sampling, TokenSequence
+from server.ipc.snapshot import Snapshot
 
 MIB = 1 << 20
 COPIES = 9
@@ -115,5 +116,5 @@ def row_of(model: Any, number: int, length: int) -> Row:
     """A greedy row without an end that holds `length` positions."""
     layers = caches.fill(model, caches.make(model, "step", length), length)
     prompt = shapes.prompt_of(length + 1, 2000)
-    asked = Sequence(prompt, Sampling(seed=number, temperature=0), FOREVER)
+    asked = TokenSequence(prompt, Sampling(seed=number, temperature=0), FOREVER)
     return Row(number, asked, list(prompt), layers)

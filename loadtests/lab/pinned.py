@@ -13,7 +13,8 @@ from server.compute.rows import Row
 from server.engine.executor import Executor
 from server.engine.plan import Begin, Join, KeepPrompt, KeepRow, Leave, Read, Split, Step
 from server.engine.prefix_cache import PrefixCache
-from server.ipc.messages import Sampling, Sequence, Snapshot
+from server.ipc.sequence import Sampling, TokenSequence
+from server.ipc.snapshot import Snapshot
 
 LENGTHS = (300, 120, 80, 63)  # of the rows' prompts
 STEPS = 40
@@ -76,7 +77,7 @@ class Life:
 
 def _row(number: int, length: int) -> Row:
     prompt = [token + number for token in shapes.prompt_of(length, 2000)]
-    return Row(number, Sequence(prompt, Sampling(seed=number, temperature=0), FOREVER), list(prompt))
+    return Row(number, TokenSequence(prompt, Sampling(seed=number, temperature=0), FOREVER), list(prompt))
 
 
 def weigh(moment: str, layers: list[Any]) -> dict[str, Any]:

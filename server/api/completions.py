@@ -29,7 +29,7 @@ from server.api.output.schema import TextCompletion
 from server.api.output.sse import DONE, DataEvents, event
 from server.errors import InvalidValue
 from server.grammar import build
-from server.ipc.messages import Grammar
+from server.ipc.sequence import Grammar
 from server.text.detokenizer import Content, Piece, TextState
 from server.text.tokenizer import Tokenizer
 

@@ -16,7 +16,8 @@ from server.api.context import AppContext
 from server.api.openapi import errors
 from server.api.output.sse import encode
 from server.errors import Draining, NotReady
-from server.ipc.messages import Ready, Snapshot
+from server.ipc.messages import Ready
+from server.ipc.snapshot import Snapshot
 from server.metrics import CONTENT_TYPE
 from server.supervision.supervisor import Supervisor
 

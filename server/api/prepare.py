@@ -14,7 +14,7 @@ from server.api.input.sequences import Bounds, most_tokens, sequences, truncated
 from server.api.input.tools import FormConstraint
 from server.api.output.respond import PreparedRequest, ProtocolFormat
 from server.errors import RequestError
-from server.ipc.messages import Sequence
+from server.ipc.sequence import TokenSequence
 from server.text.detokenizer import TextState
 from server.text.tokenizer import ChatPrompt, Tokenizer
 
@@ -89,7 +89,7 @@ def _text(
     tokenizer: Tokenizer,
     conversation: Conversation,
     prompt: ChatPrompt,
-    sequence: Sequence,
+    sequence: TokenSequence,
     constraint: FormConstraint | None,
     bounds: Bounds,
 ) -> TextState:

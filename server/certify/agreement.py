@@ -25,7 +25,8 @@ from server.engine.executor import Executor
 from server.engine.model import LoadedModel
 from server.engine.plan import Begin, Read
 from server.engine.prefix_cache import PrefixCache
-from server.ipc.messages import Sampling, Sequence, Snapshot
+from server.ipc.sequence import Sampling, TokenSequence
+from server.ipc.snapshot import Snapshot
 
 LENGTHS = (5, 19, 40)  # prompts of the rows
 APART = 6  # steps between two joins
@@ -114,7 +115,7 @@ def _run(loaded: LoadedModel, prompts: dict[int, list[int]]) -> dict[int, tuple[
 
 def _read(loaded: LoadedModel, ear: _LogitsRecorder, guard: Guard, number: int, prompt: list[int]) -> Row:
     """A row whose prompt is read."""
-    row = Row(number, Sequence(prompt, Sampling(seed=number, temperature=0), TOKENS), list(prompt))
+    row = Row(number, TokenSequence(prompt, Sampling(seed=number, temperature=0), TOKENS), list(prompt))
     executor = Executor(ear, guard, PrefixCache(0, Snapshot()), {number: row})
     executor.run(Begin(number))
     executor.run(Read(((number, len(prompt) - 1),)))

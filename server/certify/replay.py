@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,19 +25,9 @@ from server.engine.loop import Loop
 from server.engine.model import LoadedModel
 from server.errors import one_line
 from server.faults import Faults, parse
-from server.ipc.messages import (
-    Command,
-    Drain,
-    Event,
-    Finding,
-    RowFailure,
-    Sampling,
-    Sequence,
-    Snapshot,
-    Start,
-    Steps,
-    Submit,
-)
+from server.ipc.messages import Command, Drain, Event, RowFailure, Start, Steps, Submit
+from server.ipc.sequence import Sampling, TokenSequence
+from server.ipc.snapshot import Finding, Snapshot
 from server.memory.pressure import Fit, Slope
 from server.memory.residency import CountSource, NoCount, Residency
 from server.settings import Settings, from_json
@@ -62,8 +51,8 @@ class Arrival:
     tokens: int
 
     @property
-    def sequence(self) -> Sequence:
-        return Sequence(self.prompt, Sampling(seed=self.number, temperature=0), self.tokens)
+    def sequence(self) -> TokenSequence:
+        return TokenSequence(self.prompt, Sampling(seed=self.number, temperature=0), self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +295,6 @@ def _drop_garbage() -> None:
     mx.clear_cache()
 
 
-def caches_in_words(caches: Many[Any]) -> str:
+def caches_in_words(caches: Sequence[Any]) -> str:
     """`3 ArraysCache, 1 KVCache`."""
     return ", ".join(f"{count} {kind}" for kind, count in Counter(type(cache).__name__ for cache in caches).items())

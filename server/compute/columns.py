@@ -6,7 +6,7 @@ their own. Used in the engine process's main thread. A column never decides who 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ from server.compute.rows import Row
 class Column(Protocol):
     """One thing that a batch keeps of each row. A batch tells all its columns of each change of its rows."""
 
-    def join(self, rows: Many[Row]) -> None:
+    def join(self, rows: Sequence[Row]) -> None:
         """Take what these rows bring, behind the rows that are here."""
 
     def keep(self, indices: list[int]) -> None:
@@ -39,7 +39,7 @@ class KV:
         self._count = 0
         self.layers: Caches = []
 
-    def join(self, rows: Many[Row]) -> None:
+    def join(self, rows: Sequence[Row]) -> None:
         """The rows must come in the order of `in_cache_order`."""
         if not self._count and len(rows) == 1:
             self.layers = rows[0].single()
@@ -47,7 +47,7 @@ class KV:
             self._extend(rows)
         self._count += len(rows)
 
-    def _extend(self, rows: Many[Row]) -> None:
+    def _extend(self, rows: Sequence[Row]) -> None:
         blocks = _blocks(rows)
         if self._count == 1:
             self.layers = merged([self.layers])
@@ -80,14 +80,14 @@ class KV:
         return caches
 
 
-def in_cache_order(rows: Many[Row]) -> list[Row]:
+def in_cache_order(rows: Sequence[Row]) -> list[Row]:
     """Return the rows in the order that their caches will have: whole passes first, then the others."""
     ordered = [row for _, own in _whole_passes(rows) for row in own]
     placed = {row.seq for row in ordered}
     return ordered + [row for row in rows if row.seq not in placed]
 
 
-def _blocks(rows: Many[Row]) -> list[Caches]:
+def _blocks(rows: Sequence[Row]) -> list[Caches]:
     """Return merged caches in the order of `in_cache_order`: those of whole passes as they are, the others merged."""
     passes = _whole_passes(rows)
     placed = {row.seq for _, own in passes for row in own}
@@ -98,7 +98,7 @@ def _blocks(rows: Many[Row]) -> list[Caches]:
     return blocks
 
 
-def _whole_passes(rows: Many[Row]) -> list[tuple[MergedCaches, list[Row]]]:
+def _whole_passes(rows: Sequence[Row]) -> list[tuple[MergedCaches, list[Row]]]:
     """Return the passes all of whose rows are here, and these in the order of the pass's caches."""
     here = {row.seq: row for row in rows}
     passes = {id(row.shared): row.shared for row in rows if row.shared is not None}
@@ -113,7 +113,7 @@ class Inputs:
         self.known: list[int] = []  # rows whose input is their last token: of the prompt, or told before its pass
         self.positions = np.zeros(0, dtype=np.int64)  # [B] output position of the next draw
 
-    def join(self, rows: Many[Row]) -> None:
+    def join(self, rows: Sequence[Row]) -> None:
         count = len(self.positions)
         arrays = [_next_input(row) for row in rows]
         if self.ids is not None:
@@ -165,7 +165,7 @@ class Penalties:
     def __init__(self) -> None:
         self._adjust = LogitAdjustments([])
 
-    def join(self, rows: Many[Row]) -> None:
+    def join(self, rows: Sequence[Row]) -> None:
         self._adjust = self._adjust.join(LogitAdjustments([(row.sequence, row.tokens, row.adjust) for row in rows]))
 
     def keep(self, indices: list[int]) -> None:

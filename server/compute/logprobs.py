@@ -6,14 +6,14 @@ beyond the step that reads it: a kept row would pin the whole [B, V] buffer behi
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from server.compute.rows import Row, on_host
 from server.compute.sampling import top_candidates
-from server.ipc.messages import TokenLogprobs
+from server.ipc.sequence import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class LogprobColumn:
         self._asking: list[int] = []
         self._pending = PendingScores()
 
-    def join(self, rows: Many[Row]) -> None:
+    def join(self, rows: Sequence[Row]) -> None:
         self._pending.on_host |= {row.seq: row.score for row in rows if row.score is not None}
         self._hold([*self._rows, *rows])
 

@@ -5,7 +5,7 @@ Owns no grammar, only which rows have one. Used in the engine process's main thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ class MaskColumn:
         self._rows: list[Row] = []
         self.constrained: list[int] = []
 
-    def join(self, rows: Many[Row]) -> None:
+    def join(self, rows: Sequence[Row]) -> None:
         self._hold([*self._rows, *rows])
 
     def keep(self, indices: list[int]) -> None:

@@ -9,25 +9,25 @@ for repetition (over prompt and output).
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from server.ipc.messages import Sequence
+from server.ipc.sequence import TokenSequence
 
 _BLOCKED = -1e30  # finite stand-in for -inf: a row whose every token is held back must still draw something
 
 
-def _penalises(sequence: Sequence) -> bool:
+def _penalises(sequence: TokenSequence) -> bool:
     sampling = sequence.sampling
     return bool(
         sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty not in (0.0, 1.0)
     )
 
 
-def _asks(sequence: Sequence) -> bool:
+def _asks(sequence: TokenSequence) -> bool:
     sampling = sequence.sampling
     return bool(_penalises(sequence) or sampling.logit_bias or sampling.allowed or sequence.min_tokens)
 
@@ -39,7 +39,7 @@ def _histogram(tokens: list[int], vocab: int) -> mx.array:
 class LogitAdjustments:
     """Adjustments of one batch. `state` lists its device arrays, for the cache guard."""
 
-    def __init__(self, rows: Many[tuple[Sequence, list[int], mx.array | None]]) -> None:
+    def __init__(self, rows: Sequence[tuple[TokenSequence, list[int], mx.array | None]]) -> None:
         """`rows`: (sequence, tokens so far, what `extract` gave when the row left its last batch or None)."""
         self._sequences = [sequence for sequence, _, _ in rows]
         self._outputs = [tokens[len(s.prompt) :] if _penalises(s) else [] for s, tokens, _ in rows]

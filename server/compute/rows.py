@@ -14,7 +14,7 @@ import numpy as np
 
 from server.cache_guard import Caches
 from server.compute.merged_caches import MergedCaches
-from server.ipc.messages import Finish, Sequence, TokenLogprobs
+from server.ipc.sequence import Finish, TokenLogprobs, TokenSequence
 
 
 def on_host(array: mx.array) -> Any:
@@ -43,7 +43,7 @@ class Row:
     """One sequence in the engine. Owned by the loop; a batch changes it only in `step`, `join` and `leave`."""
 
     seq: int
-    sequence: Sequence
+    sequence: TokenSequence
     tokens: list[int]  # prompt and output, as delivered
     caches: Caches = field(default_factory=list)  # single; empty while the row sits in a batch or shares its caches
     shared: MergedCaches | None = None  # with the rows that it was read with, on the way into a batch

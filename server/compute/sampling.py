@@ -14,14 +14,14 @@ of the probabilities, exact and without a sort), and plain (inverse CDF over eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from server.ipc.messages import Sampling
+from server.ipc.sequence import Sampling
 
 BLOCK = 64  # vocabulary entries a block of the top-k search
 MAX_TOP_K = 1024  # larger top-k values take the nucleus lane's road: a threshold over the whole vocabulary
@@ -87,7 +87,7 @@ class _Lane:
 class Sampler:
     """Draws for one batch. Rebuild it whenever the batch's rows change (cheap: a few small arrays)."""
 
-    def __init__(self, rows: Many[tuple[Sampling, int]]) -> None:
+    def __init__(self, rows: Sequence[tuple[Sampling, int]]) -> None:
         """`rows`: (parameters, choice index) in batch order."""
         self._keys = np.array([stream_key(s.seed, choice) for s, choice in rows], dtype=_U64)
         lanes = [_lane(s) for s, _ in rows]

@@ -20,7 +20,8 @@ from server.config import open_files
 from server.engine.channel import Channel, Heartbeat
 from server.errors import StartupError
 from server.ipc import messages
-from server.ipc.messages import Snapshot, Start
+from server.ipc.messages import Start
+from server.ipc.snapshot import Snapshot
 from server.settings import Settings, from_json
 from server.telemetry import logs
 

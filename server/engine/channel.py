@@ -15,8 +15,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from time import monotonic
 
-from server.ipc import messages
-from server.ipc.messages import PROGRESS_SECONDS, Command, Event, Frames, Progress, Snapshot, TokenTable
+from server.ipc import framing, messages
+from server.ipc.framing import Frames
+from server.ipc.messages import PROGRESS_SECONDS, Command, Event, Progress
+from server.ipc.sequence import TokenTable
+from server.ipc.snapshot import Snapshot
 
 READ_SIZE = 1 << 16
 SERVING = "serving"  # the stage that doesn't end
@@ -46,8 +49,8 @@ class Channel:
         try:
             while data := self._socket.recv(READ_SIZE):
                 for frame in frames.feed(data):
-                    self._take(messages.unpack_command(frame))
-        except (OSError, messages.TornFrame) as error:
+                    self._take(framing.unpack_command(frame))
+        except (OSError, framing.TornFrame) as error:
             log.error("the server's side of the seam is broken: %s", error)
         os._exit(0)  # the server is gone; whatever the main thread does, nobody waits for it
 
@@ -59,7 +62,7 @@ class Channel:
             self._inbox.put(command)
 
     def send(self, event: Event) -> None:
-        frame = messages.pack(event)
+        frame = framing.pack(event)
         with self._lock:
             self._socket.sendall(frame)
 

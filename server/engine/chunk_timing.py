@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from server.ipc.messages import LARGEST_CHUNK
+from server.ipc.probe import LARGEST_CHUNK
 
 CHUNKS = (LARGEST_CHUNK, 1024, 512, 256, 128, 64)
 MEMORY = 0.5  # weight of the newest measurement

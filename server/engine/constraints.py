@@ -13,7 +13,7 @@ forced text with whatever the tokenizer makes of it, which may be a control toke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 from typing import Any, cast
@@ -22,7 +22,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from server.ipc.messages import MAX_GRAMMAR_SIZE, Sequence, TokenTable
+from server.ipc.sequence import MAX_GRAMMAR_SIZE, TokenSequence, TokenTable
 
 # The size is what the server has checked; fuel for a mask stays at the library's own few milliseconds.
 LIMITS = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
@@ -53,7 +53,9 @@ def token_tree(table: TokenTable) -> LLTokenizer:
 class Matcher:
     """One row's grammar; implements `batching.Constraint`."""
 
-    def __init__(self, matcher: LLMatcher, tokens: int, rows: int, *, stops: Many[int], ends: Many[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokens: int, rows: int, *, stops: Sequence[int], ends: Sequence[int]
+    ) -> None:
         """`tokens`: ids in llguidance's tree, of which the last is its end. `rows`: of logits. `stops`: the row's own
         stop ids; `ends`: what fills it up if it has none."""
         self._matcher = matcher
@@ -128,7 +130,7 @@ class Grammars:
             self._ends = tokens.result().ends
             self._tree = self._threads.submit(token_tree, tokens.result())
 
-    def compile(self, sequence: Sequence, generated: list[int]) -> Future[Matcher]:
+    def compile(self, sequence: TokenSequence, generated: list[int]) -> Future[Matcher]:
         """The row's matcher, with `generated` replayed; its exception says why there is none."""
         return self._threads.submit(self._compile, sequence, generated)
 
@@ -139,14 +141,14 @@ class Grammars:
             return 0.0
         return monotonic() - since
 
-    def _compile(self, sequence: Sequence, generated: list[int]) -> Matcher:
+    def _compile(self, sequence: TokenSequence, generated: list[int]) -> Matcher:
         self._since = monotonic()
         try:
             return self._build(sequence, generated)
         finally:
             self._since = None
 
-    def _build(self, sequence: Sequence, generated: list[int]) -> Matcher:
+    def _build(self, sequence: TokenSequence, generated: list[int]) -> Matcher:
         assert sequence.grammar is not None
         if self._tree is None:
             raise ValueError("the engine doesn't know what the model's tokens say")

@@ -19,7 +19,8 @@ import mlx.core as mx
 
 from server.engine.model import LoadedModel, quantization
 from server.errors import StartupError
-from server.ipc.messages import Ready, Snapshot
+from server.ipc.messages import Ready
+from server.ipc.snapshot import Snapshot
 from server.memory.residency import Residency, device_memory
 from server.settings import Settings, from_json
 

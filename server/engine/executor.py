@@ -39,7 +39,7 @@ from server.engine.plan import (
     Tell,
 )
 from server.engine.prefix_cache import PrefixCache
-from server.ipc.messages import TokenLogprobs
+from server.ipc.sequence import TokenLogprobs
 
 
 class Executor:

@@ -10,14 +10,13 @@ single padded batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from server.compute.rows import Row
 from server.engine.model import LoadedModel
 from server.engine.plan import Join, KeepRow, Leave, Plan, Split
-from server.ipc.messages import GROWTH
+from server.ipc.probe import GROWTH
 
 REGROUP_STEPS = GROWTH  # iterations between two looks at the grouping; until then no cache grows twice
 WORTH = 0.6  # a grouping must move less than this share of a simpler one's bytes: moving rows copies their KV
@@ -25,7 +24,7 @@ SLOWED = 2.0  # short groups may be slowed by this factor before long ones are s
 _MEMORY = 0.2
 
 
-def partition(lengths: Many[int], group_bytes: int, row_bytes: Callable[[int], int]) -> list[list[int]]:
+def partition(lengths: Sequence[int], group_bytes: int, row_bytes: Callable[[int], int]) -> list[list[int]]:
     """Indexes of `lengths` in groups that move the fewest bytes; contiguous in length, shortest first.
 
     Rows are taken by buckets of equal `row_bytes`, so the work is quadratic in the buckets, not in the rows.
@@ -55,12 +54,12 @@ def partition(lengths: Many[int], group_bytes: int, row_bytes: Callable[[int], i
     return groups[::-1]
 
 
-def moved(groups: Many[Many[int]], group_bytes: int, row_bytes: Callable[[int], int]) -> int:
+def moved(groups: Sequence[Sequence[int]], group_bytes: int, row_bytes: Callable[[int], int]) -> int:
     """Bytes that one step of all groups moves; each group is given by its rows' lengths."""
     return sum(group_bytes + len(group) * row_bytes(max(group)) for group in groups if group)
 
 
-def intervals(seconds: Many[float], most: int) -> list[int]:
+def intervals(seconds: Sequence[float], most: int) -> list[int]:
     """Each group's k (stepped each k-th iteration), shortest group first: 1 for all unless the longer ones would
     slow the first below 1 / SLOWED; then the smallest k ≤ `most` for the longer ones that avoids it."""
     if not seconds:

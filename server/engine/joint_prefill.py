@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from server.compute.cudnn_shapes import most_read, rows_read
 from server.compute.rows import Row
 from server.engine.plan import Plan
-from server.ipc.messages import ReadsTogether
+from server.ipc.probe import ReadsTogether
 
 MOST_ROWS = 32  # of a pass
 LONGEST = 1024  # positions of a row that reads together: for longer ones the host's time is no matter

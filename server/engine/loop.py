@@ -43,7 +43,9 @@ from server.engine.sharing import PrefixPolicy
 from server.engine.stock import EngineState
 from server.engine.trial_results import TrialResults
 from server.faults import Faults
-from server.ipc.messages import Cancel, Command, Drain, End, Reclaim, Sequence, Snapshot, Start, Submit
+from server.ipc.messages import Cancel, Command, Drain, End, Reclaim, Start, Submit
+from server.ipc.sequence import TokenSequence
+from server.ipc.snapshot import Snapshot
 from server.memory.pressure import PressureAction, Verb
 from server.memory.residency import Residency, device_memory
 from server.settings import Settings
@@ -60,7 +62,7 @@ log = logging.getLogger("marathon.engine")
 __all__ = ["DeviceWedge", "Loop", "open_loop", "unfit"]
 
 
-def unfit(sequence: Sequence, generated: list[int], vocabulary: int) -> str:
+def unfit(sequence: TokenSequence, generated: list[int], vocabulary: int) -> str:
     """Say why a sequence can't run here, or nothing. An id that the model doesn't have would fail its batch mates."""
     if not sequence.prompt:
         return "the prompt is empty"

@@ -27,7 +27,7 @@ from server.compute import merged_caches as together
 from server.compute.merged_caches import merged, read_together, taken_apart
 from server.engine.trial_results import TrialResults
 from server.errors import StartupError, one_line
-from server.ipc.messages import GROWTH, LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
+from server.ipc.probe import GROWTH, LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.model_files import model_config
 from server.model_files.weights import only_weights
 

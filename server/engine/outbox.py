@@ -11,7 +11,8 @@ from typing import Protocol
 
 from server.compute.laps import Stopwatch
 from server.compute.rows import Row, StepOutput
-from server.ipc.messages import End, Event, Preemption, Rotate, RowFailure, RowIntake, RowStart, Snapshot, Steps
+from server.ipc.messages import End, Event, Preemption, Rotate, RowFailure, RowIntake, RowStart, Steps
+from server.ipc.snapshot import Snapshot
 
 log = logging.getLogger("marathon.engine")
 

@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
 from server.cache_guard import Caches, cache_arrays, own_bytes, pack, parts
-from server.ipc.messages import Snapshot
+from server.ipc.snapshot import Snapshot
 
 WORTH_KEEPING = 32  # shorter prefixes are quicker read than found
 MOST_ENTRIES = 64  # so that a server of many small requests levels off long before the bytes do

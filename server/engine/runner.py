@@ -17,7 +17,7 @@ from server.engine.executor import Executor
 from server.engine.plan import Operation, Plan, Read, Result, Step, follow
 from server.engine.prefill import padded
 from server.faults import Faults
-from server.ipc.messages import Snapshot
+from server.ipc.snapshot import Snapshot
 
 T = TypeVar("T")
 

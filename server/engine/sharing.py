@@ -6,8 +6,7 @@ Owns the rules, and nothing of what is kept: that is `prefix_cache`'s. Runs in t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 
 from server.cache_guard import Caches, parts
 from server.compute.rows import Row
@@ -55,14 +54,14 @@ class PrefixPolicy:
         The engine was some tokens ahead of that, so it serves a later prompt only where these can be trimmed away."""
         return length < self._trims_below and self.keeps_read(length, room)
 
-    def keeps_prompt(self, row: Row, length: int, waiting: Many[Row], room: int) -> bool:
+    def keeps_prompt(self, row: Row, length: int, waiting: Sequence[Row], room: int) -> bool:
         """Whether to keep a snapshot that is due. Caches that can be trimmed are kept whole when their row ends; before
         that a copy pays only if they won't be then, or if a row is `waiting` that begins alike."""
         if not self.keeps_read(length, room):
             return False
         return not self._trims_to_its_end(row) or self._is_awaited(row.tokens[:length], waiting)
 
-    def _is_awaited(self, tokens: list[int], waiting: Many[Row]) -> bool:
+    def _is_awaited(self, tokens: list[int], waiting: Sequence[Row]) -> bool:
         """Whether a row whose prompt isn't begun shares much of these, beyond what is kept already."""
         if not waiting:
             return False
@@ -70,7 +69,7 @@ class PrefixPolicy:
         return worth <= len(tokens) and any(other.tokens[:worth] == tokens[:worth] for other in waiting)
 
     # ------------------------------------------------------------ wait
-    def waits(self, row: Row, mates: Many[Row]) -> bool:
+    def waits(self, row: Row, mates: Sequence[Row]) -> bool:
         """Whether what will be kept of a mate spares `row` much of its prompt, beyond what is kept already."""
         alike = [mate for mate in mates if row.tokens[:WORTH_KEEPING] == mate.tokens[:WORTH_KEEPING]]
         if not alike or not self._prefix.enabled:

@@ -15,7 +15,7 @@ from server.engine.executor import Executor
 from server.engine.groups import Groups
 from server.engine.model import LoadedModel
 from server.engine.prefill import Prefill
-from server.ipc.messages import GroupState, PromptProgress, Snapshot
+from server.ipc.snapshot import GroupState, PromptProgress, Snapshot
 
 
 class EngineState:

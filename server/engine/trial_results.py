@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from server.ipc.messages import Probe
+from server.ipc.probe import Probe
 
 KEPT = 64  # files, the newest
 _PACKAGES = ("mlx", "mlx-lm")

@@ -21,7 +21,7 @@ from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import checker
 from server.grammar.checker import Prove
 from server.grammar.llguidance_limits import hazard
-from server.ipc.messages import Grammar
+from server.ipc.sequence import Grammar
 
 # One space, or a new line and its indentation: free enough for any style, and no model can fill its answer with it.
 WHITESPACE = r"( |\n[ ]{0,40})"

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from server.ipc.messages import MAX_GRAMMAR_SIZE
+from server.ipc.sequence import MAX_GRAMMAR_SIZE
 
 SECONDS = 5  # for one answer; checking the largest grammar that is allowed takes a tenth
 _DEAD_END = "NoExtensionBias"  # llguidance's word for a grammar that allows no token and no end

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from server.config.cache_folder import COUNTERS, cache_folder
 from server.errors import StartupError
-from server.ipc.messages import Snapshot
+from server.ipc.snapshot import Snapshot
 from server.memory import metal_count, native_count
 from server.memory.allocator import CountUnavailable
 from server.memory.pressure import BUFFERS, BYTES, RUNGS, Level, Pressure, PressureAction, PressureReading, Slope, Verb

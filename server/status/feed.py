@@ -15,7 +15,7 @@ from itertools import count
 
 import msgspec
 
-from server.ipc.messages import Action
+from server.ipc.snapshot import Action
 from server.metrics import Metrics
 from server.status import state, verdict
 from server.status.state import Status

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import msgspec
 
 import server
-from server.ipc.messages import PromptProgress, Ready, Snapshot
+from server.ipc.messages import Ready
+from server.ipc.snapshot import PromptProgress, Snapshot
 from server.metrics import Metrics
 from server.supervision.generation import Generation
 from server.supervision.supervisor import Supervisor

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 
 from server.errors import ContextLengthError, ExceedsMemory
 from server.ipc import messages
-from server.ipc.messages import GROWTH
+from server.ipc.probe import GROWTH, PLANNED_CHUNK
+from server.ipc.sequence import TokenSequence
 
 CALM_SECONDS = 10.0  # of calm before a preempted row may come back
 _CLOSED = frozenset({"hold", "rotate"})
@@ -44,7 +45,7 @@ class Capacity:
         """Bytes that a prefill chunk needs for a while when so many tokens are yet to be read: the last one, which
         attends to all before it. The engine reads shorter chunks where memory is short, so a long prompt needn't wait
         until there's room for the longest."""
-        size = min(unread, messages.PLANNED_CHUNK)
+        size = min(unread, PLANNED_CHUNK)
         return self._probe.chunk_peak(size, unread - size)
 
     def least(self, length: int) -> int:
@@ -52,7 +53,7 @@ class Capacity:
         left out: that is an estimate, and the engine reads a lone prompt in chunks as short as need be."""
         return self.weights + self.cost(length) + self.largest(length)
 
-    def check(self, sequence: messages.Sequence) -> None:
+    def check(self, sequence: TokenSequence) -> None:
         """Raises ContextLengthError or ExceedsMemory for a sequence that could never run."""
         length = len(sequence.prompt) + 1
         if length > self.context:
@@ -76,7 +77,7 @@ class Outlook:
     def preempted(self, tokens: int) -> None:
         self.typical = max(self.typical, float(tokens + GROWTH))
 
-    def length(self, sequence: messages.Sequence, generated: int) -> int:
+    def length(self, sequence: TokenSequence, generated: int) -> int:
         """Positions to plan for."""
         return len(sequence.prompt) + max(generated + 1, min(sequence.max_tokens, round(self.typical)))
 

@@ -22,6 +22,8 @@ from typing import Literal
 
 from server.errors import FatalPrompt, GenerationError, NotReady
 from server.ipc import messages
+from server.ipc.sequence import TokenTable
+from server.ipc.snapshot import Action, Snapshot
 from server.settings import Settings
 from server.supervision import engine_process as seam
 from server.supervision.admission import Capacity
@@ -67,7 +69,7 @@ class EngineLifecycle:
     ) -> None:
         self.ready: messages.Ready | None = None
         self.known: messages.Ready | None = None
-        self.snapshot: messages.Snapshot | None = None
+        self.snapshot: Snapshot | None = None
         self.link: EngineConnection | None = None
         self.ending: Ending | None = None
         self.worked = -math.inf  # when an engine got something done last: a step, or a chunk of a prompt
@@ -77,8 +79,8 @@ class EngineLifecycle:
         self.load_failed: str | None = None
         self.decided = asyncio.Event()  # an engine was ready, or it's known that there can be none for now
         self.backoff = backoff
-        self.actions: deque[messages.Action] = deque(maxlen=_KEPT_ACTIONS)
-        self.on_engine_gone: list[Callable[[messages.Snapshot], None]] = []
+        self.actions: deque[Action] = deque(maxlen=_KEPT_ACTIONS)
+        self.on_engine_gone: list[Callable[[Snapshot], None]] = []
         self._settings = settings
         self._model_path = model_path
         self._counts = counts
@@ -87,7 +89,7 @@ class EngineLifecycle:
         self.convictions = Convictions(scheduler.clock)
         self._spawn = spawn
         self._on_load_failed = on_load_failed
-        self._tokens: messages.TokenTable | None = None
+        self._tokens: TokenTable | None = None
         self._stall = StallLimit(settings.stall_seconds)
         self._pace = RotationPace(settings.rotate_min_seconds)
         self._prefill_log = PrefillLog(scheduler.clock)
@@ -140,7 +142,7 @@ class EngineLifecycle:
             status = await link.bury(BURY_SECONDS)
         return self._account(link, was_ready, seam.describe_exit(status))
 
-    def learn(self, tokens: messages.TokenTable) -> None:
+    def learn(self, tokens: TokenTable) -> None:
         """Tells this engine and all later ones what the tokens say."""
         self._tokens = tokens
         if self.link is not None:
@@ -400,4 +402,4 @@ class EngineLifecycle:
 
     def _act(self, action: str, reading: float, threshold: float) -> None:
         self._counts.action(action)
-        self.actions.append(messages.Action(time.time(), action, reading, threshold))
+        self.actions.append(Action(time.time(), action, reading, threshold))

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from server.ipc import messages
+from server.ipc import framing, messages
 from server.settings import ENV_PREFIX
 
 SOCKET_BUFFER = 4 << 20  # macOS gives 8 KiB, less than one step of a large batch with logprobs
@@ -113,7 +113,7 @@ class EngineConnection:
         self.garbage: str | None = None  # what made the bytes on the seam no message
         self._engine = engine
         self._on_event = on_event
-        self._frames = messages.Frames()
+        self._frames = framing.Frames()
         self._outbox = bytearray()
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self._loop.create_future()
@@ -126,7 +126,7 @@ class EngineConnection:
         """Never blocks; what the socket won't take waits here. To a dead engine: nothing happens."""
         if self.lost.done():
             return
-        self._outbox += messages.pack(command)
+        self._outbox += framing.pack(command)
         self._flush()
 
     def _flush(self) -> None:
@@ -165,10 +165,10 @@ class EngineConnection:
     def _take(self, data: bytes) -> None:
         try:
             for frame in self._frames.feed(data):
-                event = messages.unpack_event(frame)
+                event = framing.unpack_event(frame)
                 if event.epoch == self.epoch:
                     self._on_event(event)
-        except messages.TornFrame as error:
+        except framing.TornFrame as error:
             self.garbage = str(error)
             self.kill()
             self._end()

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 from server.errors import RequestError
-from server.ipc import messages
-from server.ipc.messages import Finish, PromptProgress, TokenLogprobs
+from server.ipc.sequence import Finish, TokenLogprobs, TokenSequence
+from server.ipc.snapshot import PromptProgress
 from server.supervision.probation import DeathRecord
 
 Cause = Literal["crash", "stall", "rotation", "preemption"]
@@ -42,7 +42,7 @@ class Generation:
 
     seq: int
     index: int  # among the sequences given to open
-    sequence: messages.Sequence
+    sequence: TokenSequence
     live: GenerationHandle
     generated: list[int] = field(default_factory=list)
     past: DeathRecord = field(default_factory=DeathRecord)
@@ -116,7 +116,7 @@ class GenerationHandle:
     """
 
     def __init__(
-        self, keeper: GenerationOwner, sequences: Sequence[messages.Sequence], endpoint: str, seqs: Sequence[int]
+        self, keeper: GenerationOwner, sequences: Sequence[TokenSequence], endpoint: str, seqs: Sequence[int]
     ) -> None:
         self.sequences = list(sequences)
         self.endpoint = endpoint

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from server.ipc import messages
+from server.ipc.snapshot import Snapshot
 from server.settings import Settings
 from server.supervision.timeouts import StallLimit
 
@@ -101,7 +102,7 @@ class Liveness:
         """Signs of life are missing."""
         return self.ready_at is not None and self.silence(now) > SILENT_SECONDS
 
-    def overdue(self, now: float, snapshot: messages.Snapshot | None, busy_since: float) -> Overdue | None:
+    def overdue(self, now: float, snapshot: Snapshot | None, busy_since: float) -> Overdue | None:
         """What is too old by now, if anything is. The engine has had work since `busy_since`, inf if it has none."""
         if self.ready_at is None:
             return self._late(now)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from server.ipc import messages
+from server.ipc import framing, messages
 from server.supervision.generation import Generation
 
 
@@ -45,7 +45,7 @@ class OutputRouter:
     def deliver(self, step: messages.Steps, running: dict[int, Generation]) -> None:
         """Notes what `step` says of the rows that `running` still holds, and lets their readers look."""
         if len(step.seqs) != len(step.tokens):
-            raise messages.TornFrame(f"{len(step.tokens)} tokens for {len(step.seqs)} rows")
+            raise framing.TornFrame(f"{len(step.tokens)} tokens for {len(step.seqs)} rows")
         now = self._clock()
         asked = step.logprobs
         delivered = 0

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from server.ipc.messages import PromptProgress
+from server.ipc.snapshot import PromptProgress
 
 EVERY_SECONDS = 10.0
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from server.errors import ExceedsMemory, GenerationError, QueueFull, RequestError, RequestTimeout
 from server.ipc import messages
+from server.ipc.sequence import TokenSequence
+from server.ipc.snapshot import PromptProgress, Snapshot
 from server.supervision import probation
 from server.supervision.admission import Capacity, Outlook, Room
 from server.supervision.engine_process import EngineConnection
@@ -54,7 +56,7 @@ class Scheduler:
         self._fed = 0.0  # since when
         self._busy_since = 0.0  # that the engine has had something to do
         self._settling: asyncio.TimerHandle | None = None  # the engine must live for longer until one may join
-        self._snapshot = messages.Snapshot()
+        self._snapshot = Snapshot()
         self._calm_since = 0.0
         self._reclaimed = -math.inf
 
@@ -79,7 +81,7 @@ class Scheduler:
             yield from (generation for generation in live.generations if not generation.ended)
 
     # ---------------------------------------------------------------- in and out
-    def enter(self, sequences: Sequence[messages.Sequence], endpoint: str, deadline: float | None) -> GenerationHandle:
+    def enter(self, sequences: Sequence[TokenSequence], endpoint: str, deadline: float | None) -> GenerationHandle:
         """A new request; starts at once if there is room. Raises QueueFull when there is none to wait either."""
         waiting = sum(g.cause is None for g in self._queue)
         if waiting + len(sequences) - self._startable(sequences) > self.queue_limit:
@@ -96,7 +98,7 @@ class Scheduler:
         self.pump()
         return live
 
-    def _startable(self, sequences: Sequence[messages.Sequence]) -> int:
+    def _startable(self, sequences: Sequence[TokenSequence]) -> int:
         """How many of them wouldn't have to wait."""
         if not self._feeding or self.waiting or self._tried:
             return 0
@@ -186,7 +188,7 @@ class Scheduler:
         tokens = sum(len(generation.generated) for generation in live.generations)
         self._counts.finished(live.endpoint, outcome, self.clock() - live.arrived, prompt_tokens, tokens)
 
-    def prefill_progress(self, live: GenerationHandle) -> messages.PromptProgress | None:
+    def prefill_progress(self, live: GenerationHandle) -> PromptProgress | None:
         """How far the engine is with reading a request's prompt; None where it doesn't read one."""
         seqs = {g.seq for g in live.generations if g.seq in self.running and (not g.generated or g.cause)}
         reading = [prompt for prompt in self._snapshot.prompts if prompt.seq in seqs]
@@ -199,7 +201,7 @@ class Scheduler:
         self._capacity = capacity
         self._feeding = True
         self._fed = self._calm_since = self.clock()
-        self._snapshot = messages.Snapshot()
+        self._snapshot = Snapshot()
         self._reclaimed = -math.inf
         self.pump()
 
@@ -207,7 +209,7 @@ class Scheduler:
         """Nothing more goes to this engine; what it still says is heard."""
         self._feeding = False
 
-    def observe(self, snapshot: messages.Snapshot) -> None:
+    def observe(self, snapshot: Snapshot) -> None:
         """A second has passed in the engine."""
         if snapshot.pressure != "calm" or self._snapshot.pressure != "calm":
             self._calm_since = self.clock()

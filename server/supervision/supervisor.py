@@ -15,6 +15,8 @@ from pathlib import Path
 
 from server.errors import Draining, StartupError
 from server.ipc import messages
+from server.ipc.sequence import TokenSequence, TokenTable
+from server.ipc.snapshot import Action, Snapshot
 from server.settings import Settings
 from server.supervision import engine_process
 from server.supervision.admission import Capacity
@@ -62,7 +64,7 @@ class Supervisor:
 
     # ---------------------------------------------------------------- requests
     def open(
-        self, sequences: Sequence[messages.Sequence], *, endpoint: str, deadline: float | None = None
+        self, sequences: Sequence[TokenSequence], *, endpoint: str, deadline: float | None = None
     ) -> GenerationHandle:
         """A new request; enter the result at once. `deadline` is a time of `clock`.
 
@@ -91,7 +93,7 @@ class Supervisor:
         self._run = asyncio.create_task(self._engines.run())
         self._watch = asyncio.create_task(self._engines.watch())
 
-    def learn(self, tokens: messages.TokenTable) -> None:
+    def learn(self, tokens: TokenTable) -> None:
         """Tells the engines what the tokens say; until then no grammar can be followed."""
         self._engines.learn(tokens)
 
@@ -160,17 +162,17 @@ class Supervisor:
         return self._engines.stage
 
     @property
-    def snapshot(self) -> messages.Snapshot | None:
+    def snapshot(self) -> Snapshot | None:
         """The newest of the living engine."""
         return self._engines.snapshot
 
     @property
-    def on_engine_gone(self) -> list[Callable[[messages.Snapshot], None]]:
+    def on_engine_gone(self) -> list[Callable[[Snapshot], None]]:
         """Called with the last snapshot of each engine that ended."""
         return self._engines.on_engine_gone
 
     @property
-    def actions(self) -> deque[messages.Action]:
+    def actions(self) -> deque[Action]:
         """The newest automatic acts of this side of the seam."""
         return self._engines.actions
 

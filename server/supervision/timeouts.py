@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from server.ipc import messages
+from server.ipc.snapshot import Snapshot
 
 LONGEST_STALL = 600.0  # of the limits that aren't set but follow from how long steps take
 STEPS_FACTOR = 20
@@ -25,7 +25,7 @@ class StallLimit:
         self._base = stall_seconds
         self._kills = 0
 
-    def seconds(self, snapshot: messages.Snapshot | None) -> float:
+    def seconds(self, snapshot: Snapshot | None) -> float:
         """The limit for the step or chunk under way."""
         factor = 1
         if snapshot and snapshot.first_shape:
@@ -38,13 +38,13 @@ class StallLimit:
         self._kills += 1
         return self._kills > 1
 
-    def worked(self, seconds: float, snapshot: messages.Snapshot | None) -> None:
+    def worked(self, seconds: float, snapshot: Snapshot | None) -> None:
         """An engine has worked for so long. Beyond twice the limit that it had at first, whatever was slow is over;
         a limit that was raised doesn't count, or it would itself take ever longer to be undone."""
         if seconds > 2 * self._usual(snapshot):
             self._kills = 0
 
-    def _usual(self, snapshot: messages.Snapshot | None) -> float:
+    def _usual(self, snapshot: Snapshot | None) -> float:
         """Steps that take long as a rule are waited for; one that took long once makes none after it wait."""
         return max(self._base, min(STEPS_FACTOR * (snapshot.typical_step_seconds if snapshot else 0.0), LONGEST_STALL))
 

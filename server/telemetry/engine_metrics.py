@@ -14,7 +14,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from prometheus_client.core import Metric
 
-from server.ipc.messages import Ready, Snapshot
+from server.ipc.messages import Ready
+from server.ipc.snapshot import Snapshot
 from server.telemetry.series import Family, Histogram, LabelValues, metric
 
 PRESSURES = ("calm", "reclaim", "hold", "rotate")

@@ -16,7 +16,7 @@ from typing import Any
 
 from server.config import open_files
 from server.errors import StartupError, one_line
-from server.ipc.messages import TokenTable
+from server.ipc.sequence import TokenTable
 from server.model_files import generation_config, model_config
 from server.text.templates import files
 from server.text.templates.chat_template import ChatTemplate, Renderer

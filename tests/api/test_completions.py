@@ -14,7 +14,7 @@ from serving import HELLO, MODEL, USER, engine, run_server, says, tokenizer
 from server.api.output.choices import ScoredToken
 from server.api.output.logprobs import Lists
 from server.api.output.schema import DetokenizeAnswer, TextCompletion, TokenizeAnswer
-from server.ipc.messages import TokenLogprobs
+from server.ipc.sequence import TokenLogprobs
 
 ABC = tokenizer().encode("a b c", bos=False)
 

@@ -20,7 +20,7 @@ from server.api.output.respond import PreparedRequest
 from server.api.output.sse import DataEvents
 from server.api.prepare import prepared
 from server.errors import InvalidValue, RequestError
-from server.ipc.messages import Sequence
+from server.ipc.sequence import TokenSequence
 from server.text.calls.tool_calls import CallArguments, CallBegin
 from server.text.detokenizer import Piece
 
@@ -75,7 +75,7 @@ def test_a_deferred_tool_is_not_listed_but_its_calls_are_found() -> None:
 
 def test_a_deferred_tool_can_be_forced() -> None:
     [sequence] = asked(CallWish("required", {"later"})).sequences
-    assert isinstance(sequence, Sequence)
+    assert isinstance(sequence, TokenSequence)
     assert sequence.grammar is not None
 
 

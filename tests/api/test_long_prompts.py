@@ -14,7 +14,7 @@ import httpx
 import pytest
 from serving import MODEL, USER, Site, engine, run_server
 
-from server.ipc.messages import PromptProgress
+from server.ipc.snapshot import PromptProgress
 from server.supervision import prefill_log
 from server.supervision.prefill_log import PrefillLog
 

@@ -14,7 +14,7 @@ from serving import MODEL, USER, build, engine, run_server, tokenizer
 from server.api import openapi
 from server.api.input.schema import ChatRequest, CompletionRequest
 from server.app import create_app
-from server.ipc import messages
+from server.ipc.snapshot import Action, Finding, GroupState
 
 GENERATION = {"200", "400", "401", "403", "404", "405", "408", "413", "415", "429", "500", "503"}
 
@@ -62,10 +62,10 @@ async def test_debug_shows_findings_and_the_acts_of_both_processes_in_order() ->
         await site.until(lambda: site.served.supervisor.snapshot is not None)
         snapshot = site.served.supervisor.snapshot
         assert snapshot is not None
-        snapshot.pending, snapshot.findings = 2, [messages.Finding(1, "KVCache", "offset", 2)]
-        snapshot.actions = [messages.Action(20.0, "flush", float("inf"), 2.0)]
-        snapshot.groups = [messages.GroupState(2, 512, 100, 90)]
-        site.served.supervisor.actions.append(messages.Action(10.0, "rotate", 5.0, 4.0))
+        snapshot.pending, snapshot.findings = 2, [Finding(1, "KVCache", "offset", 2)]
+        snapshot.actions = [Action(20.0, "flush", float("inf"), 2.0)]
+        snapshot.groups = [GroupState(2, 512, 100, 90)]
+        site.served.supervisor.actions.append(Action(10.0, "rotate", 5.0, 4.0))
         guard = (await site.client.get("/debug/guard")).json()
         assert guard["findings"] == [{"layer": 1, "cache": "KVCache", "field": "offset", "count": 2}]
         assert [action["action"] for action in guard["actions"]] == ["rotate", "flush"]

@@ -16,7 +16,7 @@ from server.api.input.schema import ChatRequest, CompletionRequest
 from server.engine.constraints import Grammars
 from server.errors import InvalidValue
 from server.grammar import build
-from server.ipc.messages import Sampling, Sequence
+from server.ipc.sequence import Sampling, TokenSequence
 
 USER = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
@@ -41,7 +41,7 @@ def accepts(grammars: Grammars, form: AnswerForm | None, text: str) -> bool:
     """Whether the engine lets a row write exactly this."""
     assert form is not None
     made = build.answer(form.schema, rule=form.rule, param=form.param)
-    sequence = Sequence(prompt=[1], sampling=Sampling(seed=0), max_tokens=9, grammar=made, stop_ids=[2])
+    sequence = TokenSequence(prompt=[1], sampling=Sampling(seed=0), max_tokens=9, grammar=made, stop_ids=[2])
     ids = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     try:
         grammars.compile(sequence, [*ids, 2]).result()

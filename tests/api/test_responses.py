@@ -28,7 +28,7 @@ from server.api.output.responses_schema import ResponseEvent, ResponseObject
 from server.api.output.schema import ErrorBody
 from server.api.prepare import render
 from server.api.responses import conversation
-from server.ipc.messages import Sampling, Sequence
+from server.ipc.sequence import Sampling, TokenSequence
 from server.settings import load
 from server.supervision.generation import Generation, GenerationDelta
 from server.text.detokenizer import TextState
@@ -338,7 +338,7 @@ class Reader:
     def __init__(self, script: str) -> None:
         self.tokens = [*say(script), min(tokenizer().eos_ids)]
         sampling = Sampling(0, 1.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0)
-        self.sequence = Sequence([1], sampling, 1000, 0, list(tokenizer().eos_ids))
+        self.sequence = TokenSequence([1], sampling, 1000, 0, list(tokenizer().eos_ids))
 
     def read(self, cuts: list[int]) -> tuple[list[Event], dict[str, Any]]:
         choice, form = self._begin()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from server.compute import sampling
 from server.compute.sampling import Sampler, is_greedy, stream_key, top_candidates, uniforms
-from server.ipc.messages import Sampling
+from server.ipc.sequence import Sampling
 
 DRAWS = 4096
 

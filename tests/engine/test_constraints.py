@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from loadtests import zoo
 from server.engine.constraints import Grammars, Matcher
 from server.grammar.build import answer
-from server.ipc.messages import MAX_GRAMMAR_SIZE, Grammar
+from server.ipc.sequence import MAX_GRAMMAR_SIZE, Grammar
 from server.text.tokenizer import Tokenizer as ServerTokenizer
 
 END = 2  # the tokenizer's <|im_end|> and the model's eos

@@ -12,24 +12,10 @@ import pytest
 from driving import Rig, model, prompt, row
 
 from server.engine.model import row_cost
-from server.ipc.messages import (
-    Cancel,
-    Drain,
-    Frames,
-    Grammar,
-    LoadFailure,
-    Probe,
-    Progress,
-    Ready,
-    Reclaim,
-    RowFailure,
-    Start,
-    Steps,
-    Submit,
-    TornFrame,
-    pack,
-    unpack_event,
-)
+from server.ipc.framing import Frames, TornFrame, pack, unpack_event
+from server.ipc.messages import Cancel, Drain, LoadFailure, Progress, Ready, Reclaim, RowFailure, Start, Steps, Submit
+from server.ipc.probe import Probe
+from server.ipc.sequence import Grammar
 from server.settings import load
 
 EPOCH = 3

@@ -21,19 +21,9 @@ from server.engine.model import LoadedModel, row_cost
 from server.engine.plan import KeepPrompt, Read
 from server.faults import Faults, parse
 from server.grammar.build import answer
-from server.ipc.messages import (
-    Cancel,
-    Drain,
-    Preemption,
-    Probe,
-    PromptProgress,
-    Rotate,
-    RowFailure,
-    Snapshot,
-    Start,
-    Steps,
-    Submit,
-)
+from server.ipc.messages import Cancel, Drain, Preemption, Rotate, RowFailure, Start, Steps, Submit
+from server.ipc.probe import Probe
+from server.ipc.snapshot import PromptProgress, Snapshot
 from server.memory.pressure import PressureAction, Verb
 from server.memory.residency import NoCount, Residency
 from server.settings import load

@@ -14,7 +14,9 @@ from loadtests import zoo
 from server.cache_guard import cache_arrays, pinned_bytes
 from server.engine import model
 from server.errors import StartupError
-from server.ipc.messages import Probe, Ready, Sampling, Sequence
+from server.ipc.messages import Ready
+from server.ipc.probe import Probe
+from server.ipc.sequence import Sampling, TokenSequence
 from server.supervision.admission import Capacity
 
 
@@ -104,7 +106,7 @@ def test_a_lone_prompt_that_can_be_read_is_not_refused():
     cost = sum(one.bytes(400) for one in probe.row_cost)
     limit = weights + cost + model.measure_peak(built, 400)
     ready = Ready(1, 1, probe, 4096, weights, "llama", "none", "cpu", "0", "0", 0, memory_limit=limit)
-    Capacity(ready, None, 8).check(Sequence([1] * 400, Sampling(0), 100))
+    Capacity(ready, None, 8).check(TokenSequence([1] * 400, Sampling(0), 100))
 
 
 def test_quantization_is_told_as_people_say_it():

@@ -14,7 +14,9 @@ from server.engine.loop import Loop
 from server.engine.model import LoadedModel
 from server.engine.plan import Abandon, Begin, Census, Join, KeepRow, Leave, Read, Split, Step, Tell
 from server.faults import Faults, parse
-from server.ipc.messages import Cancel, LayerCost, Probe, Snapshot, Start, Submit
+from server.ipc.messages import Cancel, Start, Submit
+from server.ipc.probe import LayerCost, Probe
+from server.ipc.snapshot import Snapshot
 from server.memory.pressure import PressureAction, Verb
 from server.settings import load
 

@@ -15,7 +15,7 @@ from server.engine.chunk_timing import CHUNKS, FORGOTTEN, ChunkTiming
 from server.engine.joint_prefill import JointPrefill
 from server.engine.plan import OperationFailure
 from server.grammar.build import answer
-from server.ipc.messages import Snapshot
+from server.ipc.snapshot import Snapshot
 
 MS = 0.001
 

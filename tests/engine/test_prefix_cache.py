@@ -11,7 +11,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, make_promp
 
 from server.cache_guard import cache_arrays, pinned_bytes
 from server.engine.prefix_cache import MOST_ENTRIES, WORTH_KEEPING, PrefixCache, can_trim, shared_ids
-from server.ipc.messages import Snapshot
+from server.ipc.snapshot import Snapshot
 
 FAMILIES = ["llama", "gemma3_text", "qwen3_5"]
 WINDOW = 32

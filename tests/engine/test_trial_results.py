@@ -9,7 +9,7 @@ import pytest
 
 from server.engine import model, trial_results
 from server.engine.trial_results import TrialResults
-from server.ipc.messages import LayerCost, Probe
+from server.ipc.probe import LayerCost, Probe
 
 PROBE = Probe(2048, "batched", [LayerCost(1, 2, 256, 512)], 7, 10**9, "padded")
 

@@ -16,7 +16,7 @@ from server.api.input.schema import ChatRequest
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import build
 from server.grammar.build import Calls, CallStyle, ReasoningRule
-from server.ipc.messages import Grammar
+from server.ipc.sequence import Grammar
 from server.text.tokenizer import ChatPrompt, Tokenizer
 from server.text.tokens.control import Tags
 

@@ -14,8 +14,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from loadtests import flat, soak
 from server.certify.replay import BufferSample, Gauge, Plan, Run, caches_in_words, play, play_mlx_lm
 from server.engine import model
-from server.ipc import messages
-from server.ipc.messages import Finding, Sampling, Sequence
+from server.ipc import framing, messages
+from server.ipc.sequence import Sampling, TokenSequence
+from server.ipc.snapshot import Finding
 from server.memory.allocator import CountUnavailable
 from server.memory.native_count import open_count
 from server.settings import load
@@ -189,15 +190,15 @@ class Engine:
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)
         theirs.close()
         ours.settimeout(60)
-        self._socket, self._frames = ours, messages.Frames()
+        self._socket, self._frames = ours, framing.Frames()
         self.send(messages.Start(1, str(folder), settings.model_dump_json()))
 
     def send(self, command):
-        self._socket.sendall(messages.pack(command))
+        self._socket.sendall(framing.pack(command))
 
     def events(self):
         while data := self._socket.recv(1 << 18):
-            yield from map(messages.unpack_event, self._frames.feed(data))
+            yield from map(framing.unpack_event, self._frames.feed(data))
 
     def stop(self):
         self.send(messages.Drain(1))
@@ -232,7 +233,7 @@ def foretold(engine):
     deadline = time.monotonic() + 60
     for event in engine.events():
         if isinstance(event, messages.Ready):
-            asked = Sequence([5, 6, 7, 8], Sampling(seed=1, temperature=0), 1 << 20)
+            asked = TokenSequence([5, 6, 7, 8], Sampling(seed=1, temperature=0), 1 << 20)
             engine.send(messages.Submit(1, 1, asked))
         snapshot = getattr(event, "snapshot", None)
         if snapshot is not None and snapshot.buffers_per_token is not None and snapshot.generated_tokens >= 1000:

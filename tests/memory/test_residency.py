@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from server.errors import StartupError
-from server.ipc.messages import Snapshot
+from server.ipc.snapshot import Snapshot
 from server.memory import residency as module
 from server.memory.allocator import CountUnavailable
 from server.memory.pressure import BUFFERS, BYTES, HYSTERESIS, RUNGS, Level, Pressure, PressureReading, Slope, Verb

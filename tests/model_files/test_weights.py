@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from server.check import fits
 from server.engine import model
 from server.errors import StartupError, one_line
-from server.ipc.messages import Probe
+from server.ipc.probe import Probe
 from server.model_files.weights import INDEX, only_weights, weight_files
 
 PROBE = Probe(vocab_size=1, batching="batched", row_cost=[], chunk_peak_bytes=0, group_bytes=0)

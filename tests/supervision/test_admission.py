@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.errors import ContextLengthError, ExceedsMemory
-from server.ipc.messages import GROWTH, LayerCost, Probe, Ready, Sampling, Sequence
+from server.ipc.messages import Ready
+from server.ipc.probe import GROWTH, LayerCost, Probe
+from server.ipc.sequence import Sampling, TokenSequence
 from server.supervision.admission import Capacity, Outlook, Room
 
 FULL = LayerCost(0, 10)
@@ -29,8 +31,8 @@ def capacity(*layers: LayerCost, max_rows: int = 32, context: int | None = None,
     return Capacity(ready(*layers, **fields), context, max_rows)
 
 
-def sequence(prompt: int, max_tokens: int = 100) -> Sequence:
-    return Sequence([1] * prompt, Sampling(seed=0), max_tokens)
+def sequence(prompt: int, max_tokens: int = 100) -> TokenSequence:
+    return TokenSequence([1] * prompt, Sampling(seed=0), max_tokens)
 
 
 def test_a_row_costs_the_sum_of_its_arrays_each_growing_in_its_own_way():

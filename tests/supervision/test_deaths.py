@@ -11,7 +11,6 @@ from supervising import Recorded, collect, endless, first_tokens, sequence, supe
 from virtual_time import played
 
 from server.errors import FatalPrompt, GenerationError, NotReady, StartupError
-from server.ipc import messages
 from server.settings import load
 from server.supervision import engine_lifecycle
 from server.supervision.supervisor import Supervisor
@@ -77,7 +76,7 @@ async def test_a_dead_engine_shows_at_once_and_the_next_is_another(fake, counts)
         assert supervisor.is_ready
         assert supervisor.down_reason is None
         await until(lambda: supervisor.snapshot)
-        gone: list[messages.Snapshot] = []
+        gone: list[Snapshot] = []
         supervisor.on_engine_gone.append(gone.append)
         fake.load_seconds = 0.1
         fake.die()

@@ -11,7 +11,7 @@ from supervising import Recorded, collect, endless, first_tokens, sequence, supe
 from virtual_time import Loop, played
 
 from server.engine.durations import KEPT, Durations
-from server.ipc.messages import Snapshot
+from server.ipc.snapshot import Snapshot
 from server.supervision import liveness
 from server.supervision.timeouts import LONGEST_STALL, StallLimit
 

@@ -22,8 +22,8 @@ from server.errors import (
     RequestError,
     RequestTimeout,
 )
-from server.ipc import messages
-from server.ipc.messages import LayerCost
+from server.ipc import framing, messages
+from server.ipc.probe import LayerCost
 from server.supervision import admission, engine_lifecycle
 from server.supervision.engine_process import EngineConnection
 from server.supervision.supervisor import Supervisor
@@ -624,7 +624,7 @@ async def test_32_rows_at_300_steps_a_second_take_well_below_a_fifth_of_a_core(f
         await until(lambda: len(fake.rows) == 32 and all(live.generations[0].generated for live in lives))
         link, seqs = supervisor._engines.link, sorted(fake.rows)
         assert isinstance(link, EngineConnection)
-        frames = [messages.pack(messages.Steps(1, seqs, [n] * 32)) for n in range(300)]
+        frames = [framing.pack(messages.Steps(1, seqs, [n] * 32)) for n in range(300)]
         began = time.process_time()
         for frame in frames:
             link._take(frame)

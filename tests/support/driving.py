@@ -17,7 +17,8 @@ from server.cache_guard import Guard, cache_arrays
 from server.compute.rows import Row
 from server.compute.sampling import Sampler
 from server.engine.constraints import Grammars
-from server.ipc.messages import Sampling, Sequence, Snapshot, TokenTable
+from server.ipc.sequence import Sampling, TokenSequence, TokenTable
+from server.ipc.snapshot import Snapshot
 
 # Those that must stay flat, cost what was predicted and, all but the one that mlx-lm can't batch, say the same alone.
 FAMILIES = [
@@ -55,7 +56,7 @@ def prompt(length, seed=0):
 def row(seq, tokens, *, max_tokens=16, generated=(), seed=0, temperature=0.0, **options):
     """A row that has read nothing; `options` go to Sampling or Sequence, whichever knows the name."""
     draws = {name: options.pop(name) for name in list(options) if name in Sampling.__struct_fields__}
-    sequence = Sequence(
+    sequence = TokenSequence(
         prompt=list(tokens),
         sampling=Sampling(seed=seed, temperature=temperature, **draws),
         max_tokens=max_tokens,

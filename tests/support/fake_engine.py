@@ -44,7 +44,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from server.ipc import messages
+from server.ipc import framing, messages
+from server.ipc.probe import LayerCost, Probe
+from server.ipc.sequence import Finish, TokenLogprobs, TokenSequence
+from server.ipc.snapshot import PromptProgress, Snapshot
 
 FIRST_TOKEN = 3  # 0, 1 and 2 are left for stop ids
 GARBAGE = b"\xff\xff\xff\xffno frame at all"
@@ -61,7 +64,7 @@ class Poison:
 @dataclass
 class Row:
     seq: int
-    sequence: messages.Sequence
+    sequence: TokenSequence
     generated: list[int]
     started: bool = False
     produced: int = 0  # in this engine
@@ -79,8 +82,8 @@ class FakeEngine:
     progress_seconds: float = 0.05
     vocab_size: int = 1000
     context: int = 4096
-    say: Callable[[messages.Sequence, int], int] | None = None
-    row_cost: list[messages.LayerCost] = field(default_factory=list)
+    say: Callable[[TokenSequence, int], int] | None = None
+    row_cost: list[LayerCost] = field(default_factory=list)
     ready: dict[str, object] = field(default_factory=dict)  # overrides of the fields of Ready
     starts: list[str] = field(default_factory=list)
     poison: dict[int, Poison] = field(default_factory=dict)
@@ -103,13 +106,13 @@ class FakeEngine:
         return life
 
     # ------------------------------------------------------------ what it says
-    def token(self, sequence: messages.Sequence, position: int) -> int:
+    def token(self, sequence: TokenSequence, position: int) -> int:
         if self.say is not None:
             return self.say(sequence, position)
         key = repr((sequence.prompt, sequence.sampling.seed, sequence.choice, position)).encode()
         return FIRST_TOKEN + zlib.crc32(key) % (self.vocab_size - FIRST_TOKEN)
 
-    def expected(self, sequence: messages.Sequence) -> list[int]:
+    def expected(self, sequence: TokenSequence) -> list[int]:
         """All tokens of an undisturbed run."""
         tokens: list[int] = []
         while True:
@@ -160,14 +163,14 @@ class FakeEngine:
 
     def tear(self) -> None:
         """Half a frame of news, then death."""
-        frame = messages.pack(self.life.step())
+        frame = framing.pack(self.life.step())
         self.life.put(frame[: len(frame) // 2])
         self.die()
 
     def burst(self, steps: int, then: str = "live") -> None:
         """Several steps in one go, so that they wait unread when the engine is gone."""
         for _ in range(steps):
-            self.life.put(messages.pack(self.life.step()))
+            self.life.put(framing.pack(self.life.step()))
         if then == "die":
             self.die()
 
@@ -185,7 +188,7 @@ class FakeEngine:
         self.life.tell(messages.RowFailure(self.life.epoch, seq, kind, message))
 
 
-def finish_of(sequence: messages.Sequence, generated: list[int]) -> messages.Finish | None:
+def finish_of(sequence: TokenSequence, generated: list[int]) -> Finish | None:
     if generated[-1] in sequence.stop_ids and len(generated) > sequence.min_tokens:
         return "stop"
     return "length" if len(generated) >= sequence.max_tokens else None
@@ -243,15 +246,15 @@ class Life:
             self.theirs.send(data)
 
     def tell(self, event: messages.Event) -> None:
-        self.put(messages.pack(event))
+        self.put(framing.pack(event))
 
     async def _take(self) -> None:
-        frames, loop = messages.Frames(), asyncio.get_running_loop()
+        frames, loop = framing.Frames(), asyncio.get_running_loop()
         self._dies_at("hello")
         while data := await loop.sock_recv(self.theirs, 1 << 16):
             await self.moves.wait()
             for frame in frames.feed(data):
-                self._command(messages.unpack_command(frame))
+                self._command(framing.unpack_command(frame))
         self.end(0)
 
     def _dies_at(self, place: str) -> None:
@@ -302,9 +305,7 @@ class Life:
             await self._iterate()
 
     def _ready(self) -> messages.Ready:
-        probe = messages.Probe(
-            self.fake.vocab_size, "batched", self.fake.row_cost, chunk_peak_bytes=0, group_bytes=1000
-        )
+        probe = Probe(self.fake.vocab_size, "batched", self.fake.row_cost, chunk_peak_bytes=0, group_bytes=1000)
         fields: dict[str, object] = {
             "probe": probe,
             "context": self.fake.context,
@@ -322,11 +323,11 @@ class Life:
         was_ready = self.is_ready
         while self.is_ready == was_ready:
             await self.moves.wait()
-            snapshot = messages.Snapshot(
+            snapshot = Snapshot(
                 rows=len(self.rows),
                 prefilling=sum(not row.started for row in self.rows.values()),
                 prompts=[
-                    messages.PromptProgress(row.seq, row.read, len(row.sequence.prompt) + len(row.generated))
+                    PromptProgress(row.seq, row.read, len(row.sequence.prompt) + len(row.generated))
                     for row in self.rows.values()
                     if not row.started
                 ],
@@ -385,7 +386,7 @@ class Life:
             if row.sequence.logprobs >= 0:
                 top = [(token, -0.5), (0, -1.5)][: row.sequence.logprobs]
                 top = [(named, -2.0 - i) for i, named in enumerate(row.sequence.scored)] or top
-                step.logprobs[row.seq] = messages.TokenLogprobs(-0.5, top)
+                step.logprobs[row.seq] = TokenLogprobs(-0.5, top)
             if finish := finish_of(row.sequence, row.generated):
                 step.ends.append(messages.End(row.seq, finish))
                 del self.rows[row.seq]

@@ -32,7 +32,8 @@ from server.engine.plan import (
 )
 from server.engine.prefill import ChunkBudget, Prefill
 from server.engine.prefix_cache import PrefixCache
-from server.ipc.messages import LARGEST_CHUNK, Snapshot
+from server.ipc.probe import LARGEST_CHUNK
+from server.ipc.snapshot import Snapshot
 
 
 class Lane:

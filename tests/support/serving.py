@@ -20,6 +20,7 @@ from server.api.context import AppContext
 from server.api.input import generic_tools
 from server.app import create_app
 from server.ipc import messages
+from server.ipc.sequence import TokenSequence
 from server.metrics import Metrics
 from server.serving.listening import listen
 from server.settings import Settings, load
@@ -39,14 +40,14 @@ def tokenizer() -> Tokenizer:
 
 def says(
     text: str, *more: str, stop: bool = True, tokens: Tokenizer | None = None
-) -> Callable[[messages.Sequence, int], int]:
+) -> Callable[[TokenSequence, int], int]:
     """A script: choice n says the n-th text (the last one if there are fewer), then an end token or, unless `stop`, its
     last token for ever."""
     tokens = tokens or tokenizer()
     scripts = [tokens.encode(one, special=True, bos=False) for one in (text, *more)]
     end = min(tokens.eos_ids)
 
-    def say(sequence: messages.Sequence, position: int) -> int:
+    def say(sequence: TokenSequence, position: int) -> int:
         script = scripts[min(sequence.choice, len(scripts) - 1)]
         if position < len(script):
             return script[position]

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from fake_engine import FakeEngine
 
-from server.ipc.messages import Sampling, Sequence
+from server.ipc.sequence import Sampling, TokenSequence
 from server.settings import load
 from server.supervision.supervisor import GenerationHandle, Supervisor
 from server.supervision.timeouts import Backoff
@@ -56,8 +56,8 @@ async def supervise(
         assert fake is None or fake.alive == 0
 
 
-def sequence(*prompt: int, max_tokens: int = 40, seed: int = 7, **fields: object) -> Sequence:
-    return Sequence(list(prompt) or [1, 2, 3], Sampling(seed=seed), max_tokens, **fields)  # type: ignore[arg-type]
+def sequence(*prompt: int, max_tokens: int = 40, seed: int = 7, **fields: object) -> TokenSequence:
+    return TokenSequence(list(prompt) or [1, 2, 3], Sampling(seed=seed), max_tokens, **fields)  # type: ignore[arg-type]
 
 
 async def collect(live: GenerationHandle, timeout: float = 5.0) -> list[list[int]]:
@@ -90,5 +90,5 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
         await asyncio.sleep(0.002)
 
 
-def endless(*prompt: int, **fields: object) -> Sequence:
+def endless(*prompt: int, **fields: object) -> TokenSequence:
     return sequence(*prompt, max_tokens=10**6, **fields)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from server.api.input import generic_tools
 from server.api.input.sequences import Bounds
 from server.engine.constraints import Matcher
 from server.grammar import checker
-from server.ipc.messages import Sequence
+from server.ipc.sequence import TokenSequence
 from server.text.detokenizer import Answer, TextState
 from server.text.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ class Walker:
         assert resumed.result(20), "the same tokens are taken again by a new engine"
         return walks
 
-    def _walk(self, sequence: Sequence, text: TextState, seed: int) -> Walk:
+    def _walk(self, sequence: TokenSequence, text: TextState, seed: int) -> Walk:
         matcher = self._grammars.compile(sequence, []).result(20)
         random, answer = np.random.default_rng(seed), Answer()
         ids: list[int] = []

@@ -7,15 +7,14 @@ server's worker thread; pure but for the seed that it draws.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
-from collections.abc import Sequence as List
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from server.api.input.schema import GenerationRequest
 from server.errors import ContextLengthError, InvalidValue
 from server.ipc import messages
-from server.ipc.messages import Grammar, Sampling
+from server.ipc.sequence import Grammar, Sampling, TokenSequence
 from server.settings import Settings
 from server.text.tokenizer import Tokenizer
 
@@ -35,13 +34,13 @@ class Bounds:
     def of(cls, ready: messages.Ready, settings: Settings) -> Bounds:
         return cls(ready.vocab_size, settings.allowed_context(ready.context))
 
-    def check_ids(self, ids: List[int], param: str) -> None:
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises for an id beyond the vocabulary: unchecked, it would read or write foreign memory in the engine."""
         if ids and (largest := max(ids)) >= self.vocabulary:
             message = f"{param}: token id {largest} is out of vocabulary, which has {self.vocabulary} ids"
             raise InvalidValue(message, param=param)
 
-    def check_length(self, prompt: List[int]) -> None:
+    def check_length(self, prompt: Sequence[int]) -> None:
         """Raises for a prompt that leaves no room for an answer."""
         if len(prompt) + 1 > self.context:
             raise ContextLengthError.of(len(prompt), self.context)
@@ -132,7 +131,7 @@ def truncated(ids: list[int], request: GenerationRequest, bounds: Bounds, max_to
 
 def sequences(
     request: GenerationRequest,
-    prompts: List[list[int]],
+    prompts: Sequence[list[int]],
     *,
     tokenizer: Tokenizer,
     bounds: Bounds,
@@ -140,8 +139,8 @@ def sequences(
     logprobs: int = -1,
     prompt_logprobs: bool = False,
     grammar: Grammar | None = None,
-    marks: List[int] = (),
-) -> list[messages.Sequence]:
+    marks: Sequence[int] = (),
+) -> list[TokenSequence]:
     """One sequence a prompt and choice, in the order of the answer's indices."""
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
         raise InvalidValue("min_tokens is larger than the most tokens of the answer", param="min_tokens")
@@ -152,13 +151,13 @@ def sequences(
     bounds.check_ids(scored, "logprob_token_ids")
     draws = sampling(request, tokenizer, bounds)
     ends = stop_ids(request, tokenizer, bounds)
-    made: list[messages.Sequence] = []
+    made: list[TokenSequence] = []
     for prompt in prompts:
         bounds.check_length(prompt)
         room = bounds.room(len(prompt), max_tokens)
         for _ in range(request.n or 1):
             made.append(
-                messages.Sequence(
+                TokenSequence(
                     prompt=prompt,
                     sampling=draws,
                     max_tokens=room,

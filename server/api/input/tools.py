@@ -20,7 +20,7 @@ from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import build
 from server.grammar.build import Calls, FreeCalls
 from server.grammar.checker import Prove, fault
-from server.ipc.messages import Grammar
+from server.ipc.sequence import Grammar
 from server.text import layout
 from server.text.templates import chat_template
 from server.text.tokenizer import ChatPrompt, Tokenizer

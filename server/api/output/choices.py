@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from server.ipc import messages
-from server.ipc.messages import TokenLogprobs
+from server.ipc.sequence import TokenLogprobs, TokenSequence
 from server.supervision.generation import Generation, GenerationDelta, GenerationHandle
 from server.text.detokenizer import Answer, Content, Piece, Reasoning, TextState
 
@@ -52,7 +51,7 @@ class Choice:
     answer: Answer = field(default_factory=Answer)
 
     @property
-    def sequence(self) -> messages.Sequence:
+    def sequence(self) -> TokenSequence:
         return self.generation.sequence
 
     def take(self, delta: GenerationDelta) -> list[Piece]:

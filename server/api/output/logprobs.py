@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from server.api.output.choices import ScoredToken
-from server.ipc.messages import TokenLogprobs
+from server.ipc.sequence import TokenLogprobs
 from server.text.tokenizer import Tokenizer
 
 Spelling = Callable[[int], tuple[str, bytes]]  # a token as its reader sees it, and its true bytes

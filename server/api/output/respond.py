@@ -23,7 +23,7 @@ from server.api.middleware.access import Record, record_of
 from server.api.output.choices import Choice, Reply
 from server.api.output.sse import KEEPALIVE, PREFILL, EventStream, encode
 from server.errors import InternalError, RequestError
-from server.ipc.messages import Sequence
+from server.ipc.sequence import TokenSequence
 from server.text.detokenizer import Piece, TextState
 
 MOST_NAMES = 1000  # of unknown fields that another process tells of
@@ -69,7 +69,7 @@ class PreparedRequest:
     """
 
     request: GenerationRequest
-    sequences: list[Sequence]
+    sequences: list[TokenSequence]
     texts: list[TextState]
     form: ProtocolFormat
     unknown: list[str]
