@@ -216,16 +216,14 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """For the registry; families without a sample are left out."""
         yield metric(BUILD_INFO, {self._build: 1})
-        known = None
-        if self._engine.view:
-            known = self._engine.view.known
-        if self._model is not None and known:
-            yield metric(MODEL_INFO, {(self._model, known.quantization): 1})
+        engine = self._engine.view.engine if self._engine.view else None
+        if self._model is not None and engine and engine.known:
+            yield metric(MODEL_INFO, {(self._model, engine.known.quantization): 1})
         yield metric(DECODE_RATE, {(): self._rate.read()})
         if resident := footprint():
             yield metric(RESIDENT, {(): resident})
         yield from (counted.collect() for counted in self._counted if counted)
-        yield from self._engine.collect()
+        yield from self._engine.collect(engine)
 
     # ---------------------------------------------------------------- each Steps message
     def generated(self, count: int) -> None:

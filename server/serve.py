@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
             return await supervisor.wait_known()
         except NotReady as error:
             log.error("%s", error)
-        while (known := supervisor.known) is None:
+        while (known := supervisor.engine.known) is None:
             await asyncio.sleep(LOOK_SECONDS)
         return known
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import time
 import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from server.ipc.messages import Ready
 from server.ipc.probe import Probe
 from server.ipc.snapshot import GroupState, Snapshot
 from server.metrics import CONTENT_TYPE, Metrics
+from server.telemetry.engine_status import EngineStatus
 
 ROOT = Path(__file__).parent.parent
 FIRST_TOKEN = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160]
@@ -134,7 +136,7 @@ class View:
     snapshot: Snapshot | None = None
     ready: Ready | None = None
     known: Ready | None = None
-    last_step_time: float | None = None
+    last_step_age: float | None = None
     running: int = 0
     waiting: int = 0
     queue_limit: int = 256
@@ -142,8 +144,14 @@ class View:
     on_engine_gone: list[Callable[[Snapshot], None]] = field(default_factory=list)
 
     @property
-    def is_up(self) -> bool:
-        return self.ready is not None
+    def engine(self) -> EngineStatus:
+        return EngineStatus(
+            ready=self.ready,
+            known=self.known,
+            snapshot=self.snapshot,
+            is_up=self.ready is not None,
+            last_step_age_seconds=self.last_step_age,
+        )
 
     def engine_dies(self) -> None:
         snapshot, self.snapshot, self.ready = self.snapshot, None, None
@@ -197,7 +205,7 @@ def counted(clock: Clock) -> Metrics:
 def view(counted: Metrics) -> View:
     """A living engine with a live-buffer source, watched by `counted`."""
     ready = a_ready()
-    view = View(a_snapshot(), ready, ready, last_step_time=77.0, running=3, waiting=2)
+    view = View(a_snapshot(), ready, ready, last_step_age=77.0, running=3, waiting=2)
     counted.watch(view, "tiny")
     counted.http_request("/v1/chat/completions", "POST", 200)
     return view
@@ -457,7 +465,7 @@ def test_a_server_without_an_engine_says_so_and_keeps_its_counters(counted, view
     s = scrape(counted)
     assert s("marathon_engine_up") == 0
     assert s("marathon_requests_running") == 3
-    assert s("marathon_engine_last_step_timestamp_seconds") == 77
+    assert s("marathon_engine_last_step_timestamp_seconds") == pytest.approx(time.time() - 77, abs=2)
     assert s("marathon_step_seconds_total", part="forward") == 3
     assert s("marathon_cache_leaks_total", model_type="smollm3", cache="ArraysCache", field="left_padding") == 2
     assert s("marathon_mlx_active_memory_bytes") is None
@@ -588,7 +596,7 @@ def test_a_scrape_reads_the_snapshot_once(counted):
         reads = 0
 
         def __getattribute__(self, name: str) -> object:
-            if name == "snapshot":
+            if name == "engine":
                 Once.reads += 1
             return super().__getattribute__(name)
 

@@ -57,13 +57,13 @@ class Site:
 
     async def until_ready(self, epoch: int) -> None:
         async with asyncio.timeout(60):
-            while self.supervisor.epoch < epoch or not self.supervisor.is_ready:
+            while self.supervisor.engine.epoch < epoch or not self.supervisor.is_ready:
                 await asyncio.sleep(0.005)
 
     @property
     def engine(self) -> int:
-        assert self.supervisor.pid is not None
-        return self.supervisor.pid
+        assert self.supervisor.engine.pid is not None
+        return self.supervisor.engine.pid
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -114,19 +114,19 @@ async def under_way(site: Site) -> AsyncIterator[list[Account]]:
 
 # ---------------------------------------------------------------- the engine goes
 async def test_streams_and_plain_answers_go_on_after_a_kill_without_loss_or_repeat(site: Site) -> None:
-    restarts = site.supervisor.restarts
+    restarts = site.supervisor.engine.restarts
     async with under_way(site):
         os.kill(site.engine, signal.SIGKILL)
-    assert site.supervisor.restarts == restarts + 1
+    assert site.supervisor.engine.restarts == restarts + 1
 
 
 async def test_a_kill_while_it_resumes_costs_nothing_but_time(site: Site) -> None:
     async with under_way(site):
-        epoch = site.supervisor.epoch
+        epoch = site.supervisor.engine.epoch
         os.kill(site.engine, signal.SIGKILL)
         await site.until_ready(epoch + 1)
         os.kill(site.engine, signal.SIGKILL)
-    assert site.supervisor.epoch == epoch + 2
+    assert site.supervisor.engine.epoch == epoch + 2
 
 
 async def test_an_engine_that_stands_still_is_replaced(site: Site) -> None:
@@ -134,20 +134,20 @@ async def test_an_engine_that_stands_still_is_replaced(site: Site) -> None:
         stopped, pid = time.monotonic(), site.engine
         os.kill(pid, signal.SIGSTOP)
         async with asyncio.timeout(90):
-            while site.supervisor.ready is not None:
+            while site.supervisor.engine.ready is not None:
                 await asyncio.sleep(0.01)
         took = time.monotonic() - stopped
-    limit = next(act.threshold for act in site.supervisor.actions if act.action == "kill_stalled")
+    limit = next(act.threshold for act in site.supervisor.engine.actions if act.action == "kill_stalled")
     assert limit - 0.5 < took < limit + 0.5
     assert not Path(f"/proc/{pid}").exists() or sys.platform != "linux"
 
 
 async def test_a_rotation_is_invisible(site: Site) -> None:
-    epoch, restarts = site.supervisor.epoch, site.supervisor.restarts
+    epoch, restarts = site.supervisor.engine.epoch, site.supervisor.engine.restarts
     async with under_way(site):
         # What an engine says that is about to run out of buffers.
         site.supervisor._engines._rotate(messages.Rotate(epoch, 95, 92, "live buffers"))
-    assert (site.supervisor.epoch, site.supervisor.restarts) == (epoch + 1, restarts + 1)
+    assert (site.supervisor.engine.epoch, site.supervisor.engine.restarts) == (epoch + 1, restarts + 1)
 
 
 async def test_a_poison_request_ends_alone(site: Site) -> None:
@@ -183,7 +183,11 @@ async def test_nothing_is_left_of_clients_that_left(site: Site) -> None:
         while site.supervisor.running or site.supervisor.waiting or held() > before:
             await asyncio.sleep(0.05)
     async with asyncio.timeout(10):  # the engine's own view comes once a second
-        while site.supervisor.snapshot is None or site.supervisor.snapshot.rows or site.supervisor.snapshot.prefilling:
+        while (
+            site.supervisor.engine.snapshot is None
+            or site.supervisor.engine.snapshot.rows
+            or site.supervisor.engine.snapshot.prefilling
+        ):
             await asyncio.sleep(0.05)
 
 

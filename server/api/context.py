@@ -117,14 +117,14 @@ class AppContext(ServedModel):
     def context(self) -> int:
         """Positions a sequence may have. The engine reads them from the model's folder by the same rule, so that the
         number stays once the engine is up."""
-        ready = self.supervisor.known
+        ready = self.supervisor.engine.known
         if ready is None:
             return self.settings.allowed_context(self.tokenizer.context)
         return self.settings.allowed_context(ready.context)
 
     async def known(self) -> Ready:
         """Facts of the loaded model; waits while the first engine loads it. Raises NotReady when there can be none."""
-        if (ready := self.supervisor.known) is not None:
+        if (ready := self.supervisor.engine.known) is not None:
             return ready
         try:
             return await self.supervisor.wait_known()

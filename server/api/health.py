@@ -69,14 +69,15 @@ def _add_debug(router: APIRouter, served: AppContext) -> None:
     @router.get("/debug/guard", responses=errors())
     async def guard() -> Response:
         """What the cache guard found pending, and every automatic act of both processes."""
-        snapshot = supervisor.snapshot or Snapshot()
-        actions = sorted([*snapshot.actions, *supervisor.actions], key=lambda action: action.time)
+        engine = supervisor.engine
+        snapshot = engine.snapshot or Snapshot()
+        actions = sorted([*snapshot.actions, *engine.actions], key=lambda action: action.time)
         return json({"pending": snapshot.pending, "findings": snapshot.findings, "actions": actions})
 
     @router.get("/debug/batches", responses=errors())
     async def batches() -> Response:
         """The decode groups at the time of the last snapshot, what waits, and how far the prompts are being read."""
-        snapshot = supervisor.snapshot or Snapshot()
+        snapshot = supervisor.engine.snapshot or Snapshot()
         return json(
             {
                 "running": supervisor.running,
@@ -101,19 +102,20 @@ def _add_version(router: APIRouter, served: AppContext) -> None:
 def report(served: AppContext) -> dict[str, Any]:
     """Body of /health."""
     supervisor = served.supervisor
-    snapshot = supervisor.snapshot
-    known = supervisor.known
+    engine = supervisor.engine
+    snapshot = engine.snapshot
+    known = engine.known
     return {
         "status": _status(supervisor),
         "reason": supervisor.down_reason,
         "model": served.name,
         "version": server.__version__,
         "engine": {
-            "pid": supervisor.pid,
-            "epoch": supervisor.epoch,
-            "up": supervisor.is_up,
-            "last_step_age_seconds": supervisor.last_step_age_seconds,
-            "restarts": supervisor.restarts,
+            "pid": engine.pid,
+            "epoch": engine.epoch,
+            "up": engine.is_up,
+            "last_step_age_seconds": engine.last_step_age_seconds,
+            "restarts": engine.restarts,
         },
         "pressure": snapshot.pressure if snapshot else None,
         "live_buffers": _live_buffers(known, snapshot or Snapshot()),

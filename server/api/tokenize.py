@@ -110,7 +110,7 @@ async def _answer(
     been no engine, the bounds of its model aren't known."""
     content = await body.read(http, served.settings.max_body_bytes)
     bounds = None
-    if known := served.supervisor.known:
+    if known := served.supervisor.engine.known:
         bounds = Bounds.of(known, served.settings)
     answer, names = await served.prepare(_understood, content, form, work, bounds)
     served.note_unknown(OTHER, names)

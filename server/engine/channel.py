@@ -118,7 +118,10 @@ class Heartbeat:
         self._beaten = monotonic()
 
     def report(self) -> None:
-        """Readings go with it once the engine serves: before, nothing has been read, and nothing isn't zero."""
+        """Send progress, from the writer thread too: packing the snapshot there is safe, as `ipc.snapshot` explains.
+
+        The snapshot goes with it once the engine serves. Before that nothing has been read, and nothing isn't zero.
+        """
         still = monotonic() - self._beaten
         snapshot = None
         if self.stage == SERVING:

@@ -15,7 +15,7 @@ from server.memory.residency import Residency
 
 
 class Relief:
-    """Owned by the loop."""
+    """Acts on pressure; it is the `Holdings` that residency asks. Owned by the loop."""
 
     def __init__(
         self, residency: Residency, runner: Runner, stock: EngineState, outbox: Outbox, buffer_limit: int | None
@@ -38,7 +38,7 @@ class Relief:
         """Take a reading if one is due, free what can be freed without a loss, and return what else must be done:
         preemptions."""
         self._stock.count()
-        acts = self._residency.tick(self._stock.kv_bytes, self._stock.growth)
+        acts = self._residency.tick(self)
         return [rest for act in acts for rest in self._settle(act)]
 
     def _settle(self, act: PressureAction) -> list[PressureAction]:
@@ -52,16 +52,23 @@ class Relief:
     def reclaim(self, act: PressureAction | None = None) -> list[PressureAction]:
         """Free what can be freed without a loss, then read again; returns what is due then. Without an act the server
         asked for it."""
+        return self._residency.reclaim(self, act)
 
-        def flush() -> None:
-            self._runner.run(Flush())
+    # ------------------------------------------------------------ holdings
+    def kv_bytes(self) -> int:
+        return self._stock.kv_bytes()
 
-        def evict(size: int, buffers: int) -> int:
-            evicted: int = self._runner.run(EvictPrefixes(size, buffers)).outcome
-            return evicted
+    def growth(self) -> int:
+        return self._stock.growth()
 
-        return self._residency.reclaim(flush, evict, act)
+    def flush(self) -> None:
+        self._runner.run(Flush())
 
+    def evict(self, size: int, buffers: int) -> int:
+        evicted: int = self._runner.run(EvictPrefixes(size, buffers)).outcome
+        return evicted
+
+    # ------------------------------------------------------------ after an act
     def read_again(self) -> None:
         """Read memory after a row has given its share back."""
         self._runner.run(ClearPool())

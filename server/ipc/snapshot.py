@@ -1,6 +1,10 @@
 """The snapshot: what an engine reports of itself each second.
 
 Runs in both processes; does no I/O.
+
+The engine's main thread changes its snapshot while the writer thread packs it. That is safe because msgspec encodes a
+message in one call that keeps the interpreter lock and runs no Python code: no field has a type that would need a hook.
+Each field is therefore whole, and all are of one moment, though that moment may lie between two assignments.
 """
 
 from __future__ import annotations

@@ -54,6 +54,23 @@ class CountSource(Protocol):
         """The count straight after the pool was dropped."""
 
 
+class Holdings(Protocol):
+    """What the engine holds on the device, and how it lets go of it."""
+
+    def kv_bytes(self) -> int:
+        """Bytes of the KV in use."""
+
+    def growth(self) -> int:
+        """Bytes that the next step takes: memory is given back before it is exceeded, not after."""
+
+    def flush(self) -> None:
+        """Evaluate whatever is pending."""
+
+    def evict(self, size: int, buffers: int) -> int:
+        """Drop idle prefixes, the least used first, until they have given back `size` bytes and so many buffers; returns
+        how many went."""
+
+
 class NoCount:
     """No source."""
 
@@ -163,42 +180,39 @@ class Residency:
     def _urgent(self) -> float:
         return self.pressure.urgent_bytes(self.memory_limit, self._floor.get(BYTES, 0))
 
-    def tick(self, kv_bytes: Callable[[], int], growth: Callable[[], int] = lambda: 0) -> list[PressureAction]:
-        """Call once an iteration, idle ones too; costs next to nothing until a reading is due.
+    def tick(self, holdings: Holdings) -> list[PressureAction]:
+        """Take a reading if one is due, and return the actions that follow from it.
 
-        `growth` says what the step that follows will take: memory is given back before it's exceeded, not after.
-        Returns what is due: hand a `reclaim` back through `reclaim`, do what else there is.
+        Call it once an iteration, idle ones too: it costs next to nothing until a reading is due. A `reclaim` goes back
+        through `reclaim`, the caller does all others.
         """
         now = self._clock()
         active = mx.get_active_memory()
         urgent = self._urgent
         if active >= NEAR * urgent:
-            self._growth = growth()
+            self._growth = holdings.growth()
         else:
             self._growth = 0
         if now < self._due and active + self._growth < urgent:
             return []
         self._due = now + PERIOD_SECONDS
-        self._read(kv_bytes(), now)
+        self._read(holdings.kv_bytes(), now)
         fresh = self._settle_if_due(now)
         return self._judge(now, fresh=fresh)
 
-    def reclaim(
-        self, flush: Callable[[], object], evict: Callable[[int, int], int], act: PressureAction | None = None
-    ) -> list[PressureAction]:
+    def reclaim(self, holdings: Holdings, act: PressureAction | None = None) -> list[PressureAction]:
         """Free what costs no running row anything, in order, and read again. Returns what is due then, never a reclaim.
 
-        `flush` evaluates whatever is pending; `evict(bytes, buffers)` drops idle prefixes, the least used first, until
-        they have given that much back, and says how many went. Without an act the server asked for it.
+        Without an act the server asked for it.
         """
         reading, threshold = float(self._snapshot.active_bytes), 0.0
         if act:
             reading, threshold = act.reading, act.threshold
-        flush()
+        holdings.flush()
         self._record("flush", reading, threshold)
         self._read_settled()
         surplus = {one.resource: math.ceil(self.pressure.surplus(one)) for one in self._readings(fresh=True)}
-        if any(surplus.values()) and evict(surplus[BYTES], surplus.get(BUFFERS, 0)):
+        if any(surplus.values()) and holdings.evict(surplus[BYTES], surplus.get(BUFFERS, 0)):
             self._record("evict_prefix", reading, threshold)
             self._read_settled()
         self._record("clear_pool", reading, threshold)

@@ -137,9 +137,9 @@ class Entrance:
     async def _follow(self, supervisor: Supervisor) -> None:
         """The engine's stages are the start's, until it is ready."""
         with contextlib.suppress(StartupInterrupt):
-            while supervisor.known is None:
-                if supervisor.stage:
-                    self._startup.begin(supervisor.stage)
+            while (engine := supervisor.engine).known is None:
+                if engine.stage:
+                    self._startup.begin(engine.stage)
                 await asyncio.sleep(LOOK_SECONDS)
 
     def give_up(self) -> None:

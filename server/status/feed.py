@@ -142,9 +142,9 @@ class Feed:
         self._restarts = dict(restarts)
 
     def _note_start(self) -> None:
-        is_up = self._supervisor.is_up
+        is_up = self._supervisor.engine.is_up
         if is_up and not self._was_up:
-            self._note("ready", f"engine {self._supervisor.epoch} is ready")
+            self._note("ready", f"engine {self._supervisor.engine.epoch} is ready")
         self._was_up = is_up
 
     def _note_resumes(self) -> None:
@@ -156,7 +156,7 @@ class Feed:
 
     def _note_actions(self) -> None:
         """Tell the acts of the engine's guards; the server's own are told as the ends of engines."""
-        snapshot = self._supervisor.snapshot
+        snapshot = self._supervisor.engine.snapshot
         new = [action for action in snapshot.actions if action.time > self._acted] if snapshot else []
         for action in new:
             self._note("guard", _words(action))

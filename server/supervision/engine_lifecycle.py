@@ -36,6 +36,7 @@ from server.supervision.prefill_log import PrefillLog
 from server.supervision.probation import MAX_BLAMED
 from server.supervision.scheduler import Scheduler
 from server.supervision.timeouts import GOOD_LIFE, HASTY_ROTATIONS, Backoff, RotationPace, StallLimit
+from server.telemetry.engine_status import EngineStatus
 
 FAILED_STARTS = 3  # in a row, until new requests are refused
 AWAITED_SECONDS = 5.0  # longest pause after a failed start while answers wait for the next
@@ -218,6 +219,22 @@ class EngineLifecycle:
             self.decided.set()
             self._scheduler.fail_unbegun(self.not_ready())
         return pause
+
+    def status(self) -> EngineStatus:
+        """The state of the engines at this moment."""
+        age = self._clock() - self.worked
+        return EngineStatus(
+            ready=self.ready,
+            known=self.known,
+            snapshot=self.snapshot,
+            stage=self.stage,
+            epoch=self.epoch,
+            pid=self.link.pid if self.link else None,
+            restarts=self.restarts,
+            is_up=self.is_up,
+            last_step_age_seconds=age if math.isfinite(self.worked) else None,
+            actions=tuple(self.actions),
+        )
 
     @property
     def is_up(self) -> bool:

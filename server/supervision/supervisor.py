@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from server.errors import Draining, StartupError
 from server.ipc import messages
 from server.ipc.sequence import TokenSequence, TokenTable
-from server.ipc.snapshot import Action, Snapshot
 from server.settings import Settings
 from server.supervision import engine_process
 from server.supervision.admission import Capacity
@@ -25,12 +23,18 @@ from server.supervision.generation import Generation, GenerationHandle
 from server.supervision.outputs import OutputCounts
 from server.supervision.scheduler import Scheduler
 from server.supervision.timeouts import Backoff
+from server.telemetry.engine_status import EngineStatus
 
 __all__ = ["GenerationHandle", "OutputCounts", "Supervisor"]
 
 
 class Supervisor:
     """Generations that outlive their engine.
+
+    Attributes:
+        on_engine_gone: called with the last snapshot of each engine that ended.
+        queue_limit: sequences that may wait.
+        batch_limit: sequences that may run together.
 
     Args:
         counts: is told what happens (server/metrics.py).
@@ -58,6 +62,9 @@ class Supervisor:
         self._engines = EngineLifecycle(
             settings, str(model_path), counts, self._scheduler, spawn, on_load_failed, backoff or Backoff()
         )
+        self.on_engine_gone = self._engines.on_engine_gone
+        self.queue_limit = settings.queue_limit
+        self.batch_limit = settings.max_rows
         self._stop_at = math.inf
         self._run: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -128,84 +135,23 @@ class Supervisor:
 
     # ---------------------------------------------------------------- state, for /ready, /health, /metrics and /debug
     @property
-    def is_ready(self) -> bool:
-        """New work would start now."""
-        return self.is_up and self._engines.ending is None and not self.draining
+    def engine(self) -> EngineStatus:
+        """The state of the engines now."""
+        return self._engines.status()
 
     @property
-    def is_up(self) -> bool:
-        """An engine has its model loaded and gives its signs of life."""
-        return self._engines.is_up
+    def is_ready(self) -> bool:
+        """New work would start now."""
+        return self._engines.is_up and self._engines.ending is None and not self.draining
 
     @property
     def down_reason(self) -> str | None:
-        """Why it wouldn't."""
+        """Why new work wouldn't start; None while it would."""
         if self.is_ready:
             return None
         if self.draining:
             return "the server is shutting down"
         return self._engines.down_reason
-
-    @property
-    def ready(self) -> messages.Ready | None:
-        """Of the living engine."""
-        return self._engines.ready
-
-    @property
-    def known(self) -> messages.Ready | None:
-        """The newest of any engine."""
-        return self._engines.known
-
-    @property
-    def stage(self) -> str:
-        """What the newest engine is at, in its own words; empty before it has said anything."""
-        return self._engines.stage
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The newest of the living engine."""
-        return self._engines.snapshot
-
-    @property
-    def on_engine_gone(self) -> list[Callable[[Snapshot], None]]:
-        """Called with the last snapshot of each engine that ended."""
-        return self._engines.on_engine_gone
-
-    @property
-    def actions(self) -> deque[Action]:
-        """The newest automatic acts of this side of the seam."""
-        return self._engines.actions
-
-    @property
-    def epoch(self) -> int:
-        return self._engines.epoch
-
-    @property
-    def pid(self) -> int | None:
-        if self._engines.link:
-            return self._engines.link.pid
-        return None
-
-    @property
-    def restarts(self) -> int:
-        """Engines lost so far, planned or not."""
-        return self._engines.restarts
-
-    @property
-    def last_step_age_seconds(self) -> float | None:
-        """Seconds since an engine last got something done: a step, or a chunk of a prompt. None before the first."""
-        age = self.clock() - self._engines.worked
-        if math.isfinite(age):
-            return age
-        return None
-
-    @property
-    def last_step_time(self) -> float | None:
-        """The same as a time, in seconds since 1970."""
-        age = self.last_step_age_seconds
-        if age is None:
-            return None
-        return time.time() - age
 
     @property
     def running(self) -> int:
@@ -225,11 +171,3 @@ class Supervisor:
     def generations(self) -> Iterator[Generation]:
         """Yield the generations that haven't ended, the oldest request first."""
         return self._scheduler.generations()
-
-    @property
-    def queue_limit(self) -> int:
-        return self._settings.queue_limit
-
-    @property
-    def batch_limit(self) -> int:
-        return self._settings.max_rows

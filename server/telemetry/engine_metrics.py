@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 
 from server.ipc.messages import Ready
 from server.ipc.snapshot import Snapshot
+from server.telemetry.engine_status import EngineStatus
 from server.telemetry.series import Family, Histogram, LabelValues, metric
 
 PRESSURES = ("calm", "reclaim", "hold", "rotate")
@@ -31,40 +32,20 @@ K = TypeVar("K")
 
 
 class EngineView(Protocol):
-    """What the supervisor shows at a scrape."""
+    """The supervisor, as a scrape reads it."""
 
     @property
-    def snapshot(self) -> Snapshot | None:
-        """Newest of the living engine."""
-
-    @property
-    def ready(self) -> Ready | None:
-        """Of the living engine; None while there is none."""
-
-    @property
-    def is_up(self) -> bool:
-        """It gives its signs of life, too."""
-
-    @property
-    def known(self) -> Ready | None:
-        """Newest of any engine."""
-
-    @property
-    def last_step_time(self) -> float | None:
-        """Seconds since the epoch."""
+    def engine(self) -> EngineStatus:
+        """The state of the engines at this moment."""
 
     @property
     def running(self) -> int: ...
     @property
     def waiting(self) -> int: ...
-    @property
-    def queue_limit(self) -> int: ...
-    @property
-    def batch_limit(self) -> int: ...
 
-    @property
-    def on_engine_gone(self) -> list[Callable[[Snapshot], None]]:
-        """Each is called once with the last snapshot of an engine that has ended."""
+    queue_limit: int
+    batch_limit: int
+    on_engine_gone: list[Callable[[Snapshot], None]]  # each is called once with the last snapshot of an ended engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +116,22 @@ def _group_bytes(s: Snapshot) -> Value:
     return {"rows": rows, "padding": max(sum(group.kv_bytes for group in s.groups) - rows, 0)}
 
 
-FROM_SUPERVISOR: tuple[Series[EngineView], ...] = (
+FROM_STATUS: tuple[Series[EngineStatus], ...] = (
     Series(
-        "marathon_engine_up", "1 while an engine has its model loaded and gives its signs of life.", lambda v: v.is_up
+        "marathon_engine_up", "1 while an engine has its model loaded and gives its signs of life.", lambda e: e.is_up
     ),
+    Series(
+        "marathon_engine_last_step_timestamp_seconds",
+        "When the engine last finished a step or a chunk of a prompt, in seconds since the epoch.",
+        lambda e: e.last_step_time,
+    ),
+)
+
+FROM_SUPERVISOR: tuple[Series[EngineView], ...] = (
     Series("marathon_requests_running", "Sequences that are in the engine.", lambda v: v.running),
     Series("marathon_requests_waiting", "Sequences that wait for the engine.", lambda v: v.waiting),
     Series("marathon_queue_limit", "Sequences that may wait.", lambda v: v.queue_limit),
     Series("marathon_batch_limit", "Sequences that may run together.", lambda v: v.batch_limit),
-    Series(
-        "marathon_engine_last_step_timestamp_seconds",
-        "When the engine last finished a step or a chunk of a prompt, in seconds since the epoch.",
-        lambda v: v.last_step_time,
-    ),
 )
 
 FROM_READY: tuple[Series[Ready], ...] = (
@@ -313,21 +297,23 @@ class EngineMetrics:
         """The last snapshot of an engine that is gone; from now on the view shows another or none."""
         self._past = self._past.plus(snapshot)
 
-    def collect(self) -> Iterator[Metric]:
-        """Families without a sample are left out."""
-        snapshot = None
-        if self.view:
-            snapshot = self.view.snapshot
-        yield from _counters(self._past.plus(snapshot) if snapshot else self._past)
+    def collect(self, engine: EngineStatus | None) -> Iterator[Metric]:
+        """All families with samples. `engine`: None before there is a supervisor to read from."""
+        totals = self._past
+        if engine and engine.snapshot:
+            totals = totals.plus(engine.snapshot)
+        yield from _counters(totals)
         if self.view:
             yield from _read(FROM_SUPERVISOR, self.view)
-            yield from _gauges(snapshot, self.view.ready)
-            yield from _leaks(self._past.plus(snapshot) if snapshot else self._past, self.view.known)
+        if engine:
+            yield from _read(FROM_STATUS, engine)
+            yield from _gauges(engine.snapshot, engine.ready)
+            yield from _leaks(totals, engine.known)
 
 
 def families() -> list[Family]:
     """Every family of this module, known before there is an engine."""
-    groups = (FROM_SUPERVISOR, FROM_READY, FROM_SNAPSHOT, FROM_SOURCE, FROM_TOTALS)
+    groups = (FROM_STATUS, FROM_SUPERVISOR, FROM_READY, FROM_SNAPSHOT, FROM_SOURCE, FROM_TOTALS)
     return [*(series.family for group in groups for series in group), CACHE_LEAKS, Histogram(*BATCH_SIZE).family]
 
 

@@ -85,7 +85,7 @@ async def test_debug_shows_each_prompt_that_is_being_read() -> None:
         done = [prompt["done"] for prompt in seen]
         assert done == sorted(done)
         assert len(set(done)) >= 3
-        await site.until(lambda: site.served.supervisor.snapshot is not None)
+        await site.until(lambda: site.served.supervisor.engine.snapshot is not None)
         await asyncio.sleep(0.1)
         assert (await get(site, "/debug/batches")).json()["prompts"] == []
 

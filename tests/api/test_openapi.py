@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,15 +58,16 @@ async def test_health_says_what_the_design_promises() -> None:
         assert (body["batching"], body["draining"], body["pressure"]) == ("batched", False, "calm")
 
 
-async def test_debug_shows_findings_and_the_acts_of_both_processes_in_order() -> None:
+async def test_debug_shows_findings_and_the_acts_of_both_processes_in_order(monkeypatch) -> None:
     async with run_server(engine(progress_seconds=100)) as site:
-        await site.until(lambda: site.served.supervisor.snapshot is not None)
-        snapshot = site.served.supervisor.snapshot
+        await site.until(lambda: site.served.supervisor.engine.snapshot is not None)
+        snapshot = site.served.supervisor.engine.snapshot
         assert snapshot is not None
         snapshot.pending, snapshot.findings = 2, [Finding(1, "KVCache", "offset", 2)]
         snapshot.actions = [Action(20.0, "flush", float("inf"), 2.0)]
         snapshot.groups = [GroupState(2, 512, 100, 90)]
-        site.served.supervisor.actions.append(Action(10.0, "rotate", 5.0, 4.0))
+        status = replace(site.served.supervisor.engine, actions=(Action(10.0, "rotate", 5.0, 4.0),))
+        monkeypatch.setattr(type(site.served.supervisor), "engine", property(lambda supervisor: status))
         guard = (await site.client.get("/debug/guard")).json()
         assert guard["findings"] == [{"layer": 1, "cache": "KVCache", "field": "offset", "count": 2}]
         assert [action["action"] for action in guard["actions"]] == ["rotate", "flush"]

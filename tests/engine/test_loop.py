@@ -57,9 +57,9 @@ class Calm:
     room = 10**12
     acts: ClassVar[list] = []
 
-    def tick(self, take_stock, growth):
+    def tick(self, holdings):
         acts, self.acts = self.acts, []
-        take_stock()
+        holdings.kv_bytes()
         return acts
 
     def spent_buffers(self):

@@ -50,7 +50,9 @@ class Rig:
     def __init__(self, source=None, **settings):
         self.clock, self.snapshot = Clock(), Snapshot()
         self.source = source or Count()
-        self.kv = 0
+        self.kv = self.takes = 0
+        self.idle = 3  # prefixes that may be dropped
+        self.asked = 0
         self.residency = Residency(self.source, load(settings), self.snapshot, self.clock)
         self.evicted = self.flushed = 0
 
@@ -58,22 +60,29 @@ class Rig:
         self.snapshot.steps += steps
         self.snapshot.generated_tokens += steps * rows
         self.clock.now += 0.25
-        return self.residency.tick(lambda: self.kv)
+        return self.residency.tick(self)
 
     def wait(self, seconds):
         self.clock.now += seconds
-        return self.residency.tick(lambda: self.kv)
+        return self.residency.tick(self)
 
     def reclaim(self, act=None):
-        def flush():
-            self.flushed += 1
+        return self.residency.reclaim(self, act)
 
-        def evict(size, buffers):
-            self.evicted += 1
-            self.asked = size, buffers
-            return 3
+    def kv_bytes(self):
+        self.asked += 1
+        return self.kv
 
-        return self.residency.reclaim(flush, evict, act)
+    def growth(self):
+        return self.takes
+
+    def flush(self):
+        self.flushed += 1
+
+    def evict(self, size, buffers):
+        self.evicted += 1
+        self.surplus = size, buffers
+        return self.idle
 
 
 def names(acts):
@@ -450,11 +459,11 @@ def test_growth_beyond_kv_is_told_and_its_end_reckoned(monkeypatch):
 
 
 def test_readings_are_taken_at_most_four_times_a_second():
-    rig, asked = Rig(), []
+    rig = Rig()
     for _ in range(1000):
         rig.clock.now += 0.001
-        rig.residency.tick(lambda: asked.append(1) or 0)
-    assert 4 <= len(asked) <= 5
+        rig.residency.tick(rig)
+    assert 4 <= rig.asked <= 5
 
 
 def test_a_pooled_count_is_settled_by_steps_and_once_when_idle(monkeypatch):
@@ -522,8 +531,10 @@ def test_what_the_next_step_takes_counts_before_it_is_taken():
     limit = mx.get_active_memory() * 4 // 3  # 75 % are in use
     rig = Rig(memory_limit=limit)
     rig.step()
-    assert rig.residency.tick(lambda: 0, lambda: limit // 10) == []
-    (act,) = rig.residency.tick(lambda: 0, lambda: limit // 4)
+    rig.takes = limit // 10
+    assert rig.residency.tick(rig) == []
+    rig.takes = limit // 4
+    (act,) = rig.residency.tick(rig)
     assert act.name == Verb.RECLAIM
     assert names(rig.reclaim(act)) == [Verb.PREEMPT]
     assert rig.snapshot.active_bytes < 0.8 * limit
@@ -545,7 +556,9 @@ def test_what_is_left_is_told_until_nothing_may_wait():
 def test_an_eviction_that_found_nothing_is_no_action():
     rig = Rig(Count(live=800))
     rig.snapshot.kv_cached_buffers = 100
-    rig.residency.reclaim(lambda: None, lambda size, buffers: 0)
+    rig.idle = 0
+    rig.reclaim()
+    assert rig.evicted == 1
     assert "evict_prefix" not in rig.snapshot.action_counts
 
 
@@ -586,8 +599,9 @@ def test_prefixes_give_way_before_anything_is_held_up():
         rig.snapshot.kv_cached_buffers -= buffers
         return 1
 
+    rig.evict = evict
     (act,) = rig.step(64)
-    assert rig.residency.reclaim(lambda: None, evict, act) == []
+    assert rig.reclaim(act) == []
     assert (rig.snapshot.pressure, rig.snapshot.live_settled) == ("calm", 699)
     assert rig.snapshot.kv_cached_buffers == 339
 

@@ -49,8 +49,8 @@ async def test_a_generation_survives_its_engine(fake, counts, how):
         await until(lambda: len(fake.rows) == 4 and all(row.produced > 20 for row in fake.rows.values()))
         DEATHS[how](fake)
         assert [tokens for [tokens] in await asyncio.gather(*tasks)] == [fake.expected(o) for o in [s, *others]]
-        assert supervisor.restarts == 1
-        assert supervisor.epoch == 2
+        assert supervisor.engine.restarts == 1
+        assert supervisor.engine.epoch == 2
     cause = "stall" if how in ("stuck", "stopped") else "crash"
     assert counts.of("engine_restarted") == [(cause,)]
     assert [told[0] for told in counts.of("resumed")] == [cause] * 4
@@ -72,10 +72,10 @@ async def test_the_resume_gap_is_what_the_client_saw(fake, counts):
 @played
 async def test_a_dead_engine_shows_at_once_and_the_next_is_another(fake, counts):
     async with supervise(fake, counts) as supervisor:
-        first = supervisor.pid
+        first = supervisor.engine.pid
         assert supervisor.is_ready
         assert supervisor.down_reason is None
-        await until(lambda: supervisor.snapshot)
+        await until(lambda: supervisor.engine.snapshot)
         gone: list[Snapshot] = []
         supervisor.on_engine_gone.append(gone.append)
         fake.load_seconds = 0.1
@@ -83,12 +83,12 @@ async def test_a_dead_engine_shows_at_once_and_the_next_is_another(fake, counts)
         await asyncio.sleep(0.02)
         assert not supervisor.is_ready
         assert supervisor.down_reason
-        assert supervisor.ready is None
-        assert supervisor.known is not None
-        assert supervisor.snapshot is None
+        assert supervisor.engine.ready is None
+        assert supervisor.engine.known is not None
+        assert supervisor.engine.snapshot is None
         assert len(gone) == 1
         await until(lambda: supervisor.is_ready)
-        assert supervisor.pid != first
+        assert supervisor.engine.pid != first
 
 
 @played
@@ -109,7 +109,7 @@ async def survive(fake: FakeEngine, counts: Recorded, streams: int, max_tokens: 
     async with supervise(fake, counts, start_seconds=60, outage_seconds=3600) as supervisor:
         tasks = [asyncio.create_task(collect(supervisor.open([s], endpoint="chat"), FOR_EVER)) for s in wanted]
         assert [tokens for [tokens] in await asyncio.gather(*tasks)] == [fake.expected(s) for s in wanted]
-        return supervisor.epoch
+        return supervisor.engine.epoch
 
 
 @pytest.mark.parametrize("streams", [1, 4])
@@ -140,7 +140,7 @@ async def test_engines_that_are_killed_as_soon_as_they_are_ready_convict_none(fa
         await until(lambda: counts.sum("generated") > 20)
         fake.prefill_seconds = 4.0
         for epoch in range(1, 25):
-            await until(lambda e=epoch: supervisor.epoch == e and supervisor.is_ready, 60)
+            await until(lambda e=epoch: supervisor.engine.epoch == e and supervisor.is_ready, 60)
             await asyncio.sleep(after)
             fake.die()
         assert [tokens for [tokens] in await asyncio.gather(*tasks)] == [fake.expected(s) for s in wanted]
@@ -163,7 +163,7 @@ async def test_one_alone_that_gets_nothing_done_is_ended_after_few_deaths(fake, 
         fake.die()
         with pytest.raises(GenerationError, match="isn't tried again"):
             await first_tokens(live, FOR_EVER)
-        assert supervisor.epoch <= 6
+        assert supervisor.engine.epoch <= 6
 
 
 # ---------------------------------------------------------------- a request that kills
@@ -181,8 +181,8 @@ async def test_a_poison_request_ends_alone(fake, counts, poison):
         assert list(results[:6]) == [[fake.expected(s)] for s in good]
         assert isinstance(results[6], GenerationError)
         assert results[6].headers() == {"x-should-retry": "false"}
-        assert "quarantine" in [action.action for action in supervisor.actions]
-        assert supervisor.epoch <= 10
+        assert "quarantine" in [action.action for action in supervisor.engine.actions]
+        assert supervisor.engine.epoch <= 10
     assert ("quarantine",) in counts.of("action")
 
 
@@ -192,10 +192,10 @@ async def test_a_convicted_prompt_is_refused_for_a_minute_and_no_other_is(fake, 
     async with supervise(fake, counts) as supervisor:
         with pytest.raises(FatalPrompt, match="isn't tried again"):
             await collect(supervisor.open([endless(666)], endpoint="chat"))
-        epoch = supervisor.epoch
+        epoch = supervisor.engine.epoch
         with pytest.raises(FatalPrompt, match="60 s"):
             supervisor.open([endless(666)], endpoint="responses")
-        assert supervisor.epoch == epoch
+        assert supervisor.engine.epoch == epoch
         await collect(supervisor.open([sequence(max_tokens=5)], endpoint="chat"))
         await asyncio.sleep(61)
         fake.poison.clear()
@@ -212,7 +212,7 @@ async def test_two_poison_requests_are_both_found_out(fake, counts):
         results = await asyncio.gather(*(collect(live, FOR_EVER) for live in opened), return_exceptions=True)
         assert results[1] == [fake.expected(good)]
         assert [type(results[i]) for i in (0, 2)] == [FatalPrompt] * 2
-        assert supervisor.epoch <= 20
+        assert supervisor.engine.epoch <= 20
 
 
 @pytest.mark.parametrize("after", [1, 5, 30])
@@ -225,13 +225,13 @@ async def test_one_that_kills_its_engines_but_gets_on_is_served_after_the_others
         tasks = [asyncio.create_task(collect(supervisor.open([s], endpoint="chat"))) for s in good]
         last = asyncio.create_task(collect(supervisor.open([bad], endpoint="chat"), FOR_EVER))
         assert [tokens for [tokens] in await asyncio.gather(*tasks)] == [fake.expected(s) for s in good]
-        assert supervisor.epoch <= 30
+        assert supervisor.engine.epoch <= 30
         for i in range(5):  # such as come while it runs apart
-            s, epoch = sequence(900 + i, max_tokens=300), supervisor.epoch
+            s, epoch = sequence(900 + i, max_tokens=300), supervisor.engine.epoch
             assert await collect(supervisor.open([s], endpoint="chat")) == [fake.expected(s)]
-            assert supervisor.epoch <= epoch + 2
+            assert supervisor.engine.epoch <= epoch + 2
         assert await last == [fake.expected(bad)]
-        assert "quarantine" not in [action.action for action in supervisor.actions]
+        assert "quarantine" not in [action.action for action in supervisor.engine.actions]
 
 
 @played
@@ -372,7 +372,7 @@ async def test_an_engine_that_never_starts_is_known_to_be_missing(fake, counts):
 async def test_a_fault_of_the_supervisor_itself_leaves_no_server_without_an_engine(fake, counts, caplog):
     async with supervise(fake, counts) as supervisor:
         supervisor.on_engine_gone.append(lambda snapshot: 1 / 0)
-        await until(lambda: supervisor.snapshot)
+        await until(lambda: supervisor.engine.snapshot)
         fake.die()
-        await until(lambda: supervisor.epoch == 2 and supervisor.is_ready)
+        await until(lambda: supervisor.engine.epoch == 2 and supervisor.is_ready)
     assert "supervising the engine failed" in caplog.text

@@ -27,7 +27,7 @@ def counts() -> Recorded:
 
 
 def thresholds(supervisor) -> list[float]:
-    return [act.threshold for act in supervisor.actions if act.action == "kill_stalled"]
+    return [act.threshold for act in supervisor.engine.actions if act.action == "kill_stalled"]
 
 
 # ---------------------------------------------------------------- the stall limit
@@ -106,8 +106,8 @@ async def test_a_stuck_engine_is_replaced_at_its_limit(fake, counts, typical, fi
             await asyncio.sleep(1.5)  # a report has said so
             fake.stall()
             await asyncio.sleep(limit - 0.5)
-            assert supervisor.restarts == 0
-            await until(lambda: supervisor.restarts == 1, 1)
+            assert supervisor.engine.restarts == 0
+            await until(lambda: supervisor.engine.restarts == 1, 1)
         assert thresholds(supervisor) == [limit]
 
 
@@ -120,7 +120,7 @@ async def test_the_time_that_an_engine_is_stuck_for_isnt_time_that_it_worked(fak
                 await first_tokens(live)
                 await asyncio.sleep(5)  # of work: not twice the limit
                 fake.stall()
-                await until(lambda count=count: supervisor.restarts == count and supervisor.is_ready, 30)
+                await until(lambda count=count: supervisor.engine.restarts == count and supervisor.is_ready, 30)
         assert thresholds(supervisor) == [5, 5, 10]
 
 
@@ -132,11 +132,11 @@ async def test_an_engine_that_has_worked_well_brings_the_usual_stall_limit_back(
             for count in (1, 2, 3, 4):
                 await first_tokens(live)
                 fake.stall()
-                await until(lambda count=count: supervisor.restarts == count and supervisor.is_ready, 60)
+                await until(lambda count=count: supervisor.engine.restarts == count and supervisor.is_ready, 60)
             await first_tokens(live)
             await asyncio.sleep(12)
             fake.stall()
-            await until(lambda: supervisor.restarts == 5, 10)
+            await until(lambda: supervisor.engine.restarts == 5, 10)
         assert thresholds(supervisor) == [5, 5, 10, 20, 5]
 
 
@@ -144,7 +144,7 @@ async def test_an_engine_that_has_worked_well_brings_the_usual_stall_limit_back(
 async def test_an_idle_engine_is_never_stuck(fake, counts):
     async with supervise(fake, counts) as supervisor:
         await asyncio.sleep(100)
-        assert supervisor.restarts == 0
+        assert supervisor.engine.restarts == 0
 
 
 # ---------------------------------------------------------------- heartbeats
@@ -155,9 +155,9 @@ async def test_an_idle_engine_that_is_stopped_isnt_called_ready_and_is_replaced(
         fake.freeze()
         await asyncio.sleep(liveness.SILENT_SECONDS + 0.3)
         assert not supervisor.is_ready
-        assert not supervisor.is_up
+        assert not supervisor.engine.is_up
         assert supervisor.down_reason == "the engine gives no sign of life"
-        await until(lambda: supervisor.epoch == 2 and supervisor.is_ready, liveness.IDLE_SECONDS)
+        await until(lambda: supervisor.engine.epoch == 2 and supervisor.is_ready, liveness.IDLE_SECONDS)
         assert supervisor.down_reason is None
         assert thresholds(supervisor) == [liveness.IDLE_SECONDS]
 
@@ -169,8 +169,8 @@ async def test_an_engine_that_took_long_to_load_is_given_more_time_before_it_is_
         fake.freeze()
         await until(lambda: not supervisor.is_ready)
         await asyncio.sleep(20)
-        assert supervisor.restarts == 0
-        await until(lambda: supervisor.restarts == 1)
+        assert supervisor.engine.restarts == 0
+        await until(lambda: supervisor.engine.restarts == 1)
         assert thresholds(supervisor) == [25]
 
 
@@ -185,7 +185,7 @@ async def test_a_request_to_a_stopped_engine_doesnt_pay_the_stall_limit(fake, co
         began = loop.time()
         assert await collect(supervisor.open([s], endpoint="chat"), 100) == [fake.expected(s)]
         assert loop.time() - began < liveness.IDLE_SECONDS + 1
-        assert supervisor.restarts == 1
+        assert supervisor.engine.restarts == 1
 
 
 @played
@@ -197,7 +197,7 @@ async def test_an_engine_that_stopped_for_a_moment_is_ready_again_at_its_next_si
         await until(lambda: supervisor.is_ready, 1.5)
         s = sequence()
         assert await collect(supervisor.open([s], endpoint="chat")) == [fake.expected(s)]
-        assert supervisor.restarts == 0
+        assert supervisor.engine.restarts == 0
 
 
 @played
@@ -209,12 +209,12 @@ async def test_a_working_engine_that_is_stopped_has_the_stall_limit_and_shows_at
             await asyncio.sleep(4)
             assert not supervisor.is_ready
             await asyncio.sleep(50)
-            assert supervisor.restarts == 0
+            assert supervisor.engine.restarts == 0
             fake.thaw()
             await first_tokens(live, 500)
             assert supervisor.is_ready
             fake.freeze()
-            await until(lambda: supervisor.restarts == 1, 61)
+            await until(lambda: supervisor.engine.restarts == 1, 61)
         assert thresholds(supervisor) == [60]
 
 
@@ -239,7 +239,7 @@ async def test_an_engine_that_isnt_ready_in_time_is_replaced(fake, counts, stopp
         if stopped:
             fake.freeze()
         await asyncio.sleep(28)
-        assert supervisor.restarts == 0
+        assert supervisor.engine.restarts == 0
         await until(lambda: supervisor.is_ready, 4 if stopped else 73)
         assert thresholds(supervisor) == [liveness.LOADING_SECONDS if stopped else 100]
 
@@ -255,7 +255,7 @@ async def test_a_start_is_late_only_if_the_engine_is(fake, counts):
         await asyncio.sleep(5.9)
         loop.clock.now += 120
         await until(lambda: supervisor.is_ready, 1)
-        assert supervisor.restarts == 0
+        assert supervisor.engine.restarts == 0
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -280,7 +280,7 @@ async def test_a_server_that_stood_still_doesnt_blame_the_engine(fake, counts, b
         for live in lives:
             await first_tokens(live, 5)
             live.close()
-        assert supervisor.restarts == 0
+        assert supervisor.engine.restarts == 0
 
 
 def test_what_is_overdue_is_said_in_words():

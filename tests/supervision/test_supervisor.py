@@ -227,7 +227,7 @@ async def test_one_rows_failure_is_that_rows(fake, counts):
         assert isinstance(results[0], GenerationError)
         assert results[1] == [fake.expected(s)]
         await until(lambda: not fake.rows)
-        assert supervisor.restarts == 0
+        assert supervisor.engine.restarts == 0
     assert sorted(told[1] for told in counts.of("finished")) == ["error", "length"]
 
 
@@ -253,8 +253,8 @@ async def test_a_rotation_is_a_planned_seam_and_never_two_engines(fake, counts):
             fake.rotate()
         assert [t for [t] in await asyncio.gather(*tasks)] == [fake.expected(x) for x in s]
         assert alive == [0, 0, 0, 0]
-        assert [a.action for a in supervisor.actions] == ["rotate"] * 4
-        assert (supervisor.actions[0].reading, supervisor.actions[0].threshold) == (490_000, 480_000)
+        assert [a.action for a in supervisor.engine.actions] == ["rotate"] * 4
+        assert (supervisor.engine.actions[0].reading, supervisor.engine.actions[0].threshold) == (490_000, 480_000)
     assert set(counts.of("engine_restarted")) == {("rotation",)}
     assert counts.of("action") == [("rotate",)] * 4
     assert len(counts.of("resumed")) == 16
@@ -265,7 +265,7 @@ async def test_rotations_put_nobody_on_probation(fake, counts):
         lives = [supervisor.open([endless(i)], endpoint="chat") for i in range(3)]
         for epoch in range(2, 14):
             fake.rotate()  # before anybody may have moved
-            await until(lambda e=epoch: supervisor.epoch == e and supervisor.is_ready)
+            await until(lambda e=epoch: supervisor.engine.epoch == e and supervisor.is_ready)
         pasts = [live.generations[0].past for live in lives]
         assert all(past.deaths == past.blamed == past.trial == 0 for past in pasts)
         for live in lives:
@@ -304,7 +304,7 @@ async def test_an_engine_that_doesnt_leave_is_made_to(fake, counts):
         await until(lambda: fake.rows)
         fake.rotate()
         assert await task == [fake.expected(s)]
-        assert supervisor.restarts == 1
+        assert supervisor.engine.restarts == 1
     assert counts.of("engine_restarted") == [("rotation",)]
 
 
@@ -348,7 +348,7 @@ async def test_pressure_holds_new_rows_and_asks_the_engine_to_free_what_it_can(f
     async with supervise(fake, counts) as supervisor, supervisor.open([endless()], endpoint="chat") as live:
         await first_tokens(live)
         fake.pressure = "hold"
-        await until(lambda: supervisor.snapshot and supervisor.snapshot.pressure == "hold")
+        await until(lambda: supervisor.engine.snapshot and supervisor.engine.snapshot.pressure == "hold")
         waiting = asyncio.create_task(collect(supervisor.open([s], endpoint="chat")))
         await until(lambda: any(isinstance(c, messages.Reclaim) for c in fake.commands))
         assert supervisor.waiting == 1
@@ -514,7 +514,7 @@ async def test_a_killed_process_is_noticed_at_once_and_replaced(counts):
     async with supervise(None, counts, spawn=process_spawn()) as supervisor:
         task = asyncio.create_task(collect(supervisor.open([s], endpoint="chat")))
         await until(lambda: counts.of("first_token"))
-        pid = supervisor.pid
+        pid = supervisor.engine.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
@@ -522,7 +522,7 @@ async def test_a_killed_process_is_noticed_at_once_and_replaced(counts):
         assert time.monotonic() - began < 0.2
         assert await task == [fake.expected(s)]
         assert gone(pid)
-        last = supervisor.pid
+        last = supervisor.engine.pid
         assert last != pid
     assert gone(last)
     assert len(os.listdir("/dev/fd")) == before
@@ -533,15 +533,15 @@ async def test_an_engine_that_ends_itself_between_frames_loses_no_token(counts):
     spawn = process_spawn("--exit-after", "600", "--step-seconds", "0")
     async with supervise(None, counts, spawn=spawn) as supervisor:
         assert await collect(supervisor.open([s], endpoint="chat")) == [fake.expected(s)]
-        assert supervisor.restarts >= 1
+        assert supervisor.engine.restarts >= 1
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for children in /proc")
 async def test_the_engines_own_children_go_with_it(counts):
     async with supervise(None, counts, spawn=process_spawn("--child")) as supervisor:
         children: list[int] = []
-        await until(lambda: children.extend(children_of(supervisor.pid)) or children)
-        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: children.extend(children_of(supervisor.engine.pid)) or children)
+        os.kill(supervisor.engine.pid, signal.SIGKILL)
         await until(lambda: gone(children[0]))
 
 
@@ -614,7 +614,7 @@ async def test_a_step_that_contradicts_itself_is_garbage(fake, counts):
         await until(lambda: counts.of("first_token"))
         fake.life.tell(messages.Steps(1, [1, 2], [5]))
         assert await task == [fake.expected(s)]
-        assert supervisor.restarts == 1
+        assert supervisor.engine.restarts == 1
 
 
 async def test_32_rows_at_300_steps_a_second_take_well_below_a_fifth_of_a_core(fake, counts):
