@@ -67,8 +67,10 @@ class Holdings(Protocol):
         """Evaluate whatever is pending."""
 
     def evict(self, size: int, buffers: int) -> int:
-        """Drop idle prefixes, the least used first, until they have given back `size` bytes and so many buffers; returns
-        how many went."""
+        """Drop idle prefixes, the least used first, until they have given back `size` bytes and so many buffers.
+
+        Returns how many went.
+        """
 
 
 class NoCount:
