@@ -29,8 +29,8 @@ from loadtests.bench.ledger import Ledger, interval
 from loadtests.harness import ROOT, device
 from server.batching import Batch
 from server.cache_guard import Guard, cache_arrays, settle
-from server.compute.laps import Laps, Stopwatch
 from server.compute.rows import Row
+from server.compute.stopwatch import Laps, Stopwatch
 from server.config.cache_folder import cache_folder
 from server.ipc.sequence import Sampling, TokenSequence
 from server.ipc.snapshot import Snapshot

@@ -19,11 +19,11 @@ import mlx.core as mx
 
 from server.cache_guard import Caches, Guard
 from server.compute.columns import KV, Column, Inputs, Penalties, in_cache_order
-from server.compute.laps import Laps
 from server.compute.logprobs import LogprobColumn, PendingScores
 from server.compute.masks import Failures, MaskColumn, Masks
 from server.compute.rows import Model, Row, StepOutput, on_host
 from server.compute.sampling import Sampler
+from server.compute.stopwatch import Laps
 from server.ipc.sequence import Finish, TokenLogprobs
 
 FLUSH_STEPS = 256  # steps whose tokens may wait to be moved into the rows: bounds what a join has to do

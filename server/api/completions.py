@@ -93,7 +93,7 @@ def _constraint(request: CompletionRequest, served: ServedModel, bounds: Bounds)
     if form is None:
         return None
     response_format.check_spelling(form, served.tokenizer, bounds.vocabulary)
-    return build.answer(form.schema, rule=form.rule, param=form.param, prove=served.prover.fault)
+    return build.answer(form.schema, rule=form.rule, param=form.param, prove=served.checker.fault)
 
 
 def split(prompt: Prompt) -> list[str | list[int]]:

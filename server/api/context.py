@@ -73,7 +73,7 @@ class ServedModel:
     name: str  # the model's id
     created: int
     tokenizer: Tokenizer
-    prover: Checker = field(default_factory=Checker, kw_only=True)
+    checker: Checker = field(default_factory=Checker, kw_only=True)
     build: str = field(default_factory=lambda: build(), kw_only=True)  # tells answers of different versions apart
 
     @property
@@ -153,7 +153,7 @@ class AppContext(ServedModel):
     def close(self) -> None:
         """Ends the threads and processes that prepare requests."""
         self.large.close()
-        self.prover.close()
+        self.checker.close()
         self.worker.shutdown(cancel_futures=True)
         self.schema_workers.shutdown(cancel_futures=True)
 

@@ -81,7 +81,7 @@ def _constraint(
         rows=bounds.vocabulary,
         thinks=conversation.thinks,
         continues=conversation.continues,
-        prove=served.prover.fault,
+        prove=served.checker.fault,
     )
 
 

@@ -243,16 +243,16 @@ def play(plan: Plan, loaded: LoadedModel, gauge: Gauge, **values: Any) -> Run:
 def _perform(plan: Plan, loaded: LoadedModel, gauge: Gauge, settings: Settings, run: Run) -> None:
     """The loop isn't closed but dropped: after `close` no MLX call works in this thread."""
     snapshot = run.snapshot
-    seam = _Script(plan, run, lambda: gauge.read(run, loop.stock.caches()), _ended(plan))
+    channel = _Script(plan, run, lambda: gauge.read(run, loop.engine_state.caches()), _ended(plan))
     loop = Loop(
-        seam,
-        Heartbeat(seam, 1, snapshot),
+        channel,
+        Heartbeat(channel, 1, snapshot),
         snapshot,
         Start(1, "", ""),
         settings,
         loaded,
         Residency(NoCount("read from outside"), settings, snapshot),  # it mustn't act on what is watched here
-        Faults(parse(""), epoch=1, write_garbage=seam.send_garbage),
+        Faults(parse(""), epoch=1, write_garbage=channel.send_garbage),
     )
     loop.run()
 

@@ -163,25 +163,27 @@ class Penalties:
     """Bias, penalties and held-back ids of the rows that ask for them."""
 
     def __init__(self) -> None:
-        self._adjust = LogitAdjustments([])
+        self._penalty_counts = LogitAdjustments([])
 
     def join(self, rows: Sequence[Row]) -> None:
-        self._adjust = self._adjust.join(LogitAdjustments([(row.sequence, row.tokens, row.adjust) for row in rows]))
+        self._penalty_counts = self._penalty_counts.join(
+            LogitAdjustments([(row.sequence, row.tokens, row.penalty_counts) for row in rows])
+        )
 
     def keep(self, indices: list[int]) -> None:
-        self._adjust = self._adjust.filter(indices)
+        self._penalty_counts = self._penalty_counts.filter(indices)
 
     def extract(self, i: int, row: Row) -> None:
-        row.adjust = self._adjust.extract(i)
+        row.penalty_counts = self._penalty_counts.extract(i)
 
     def apply(self, logits: mx.array, positions: np.ndarray[Any, Any]) -> mx.array:
         """Return adjusted logits [B, V]; `positions` [B] of the draws in the rows' outputs."""
-        return self._adjust.apply(logits, positions)
+        return self._penalty_counts.apply(logits, positions)
 
     def count(self, drawn: mx.array) -> list[mx.array]:
         """Take the drawn ids [B] into the counts; returns the arrays to be evaluated with the draw.
 
         A chain of updates that no logit has read yet would leak buffers.
         """
-        self._adjust.count(drawn)
-        return self._adjust.state
+        self._penalty_counts.count(drawn)
+        return self._penalty_counts.state

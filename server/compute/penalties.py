@@ -128,16 +128,16 @@ class LogitAdjustments:
             self._build_counts(vocab)
 
     def _build_bias(self, vocab: int) -> mx.array | None:
-        wishes = [self._sequences[i].sampling for i in self._asking]
-        if not any(wish.logit_bias or wish.allowed for wish in wishes):
+        samplings = [self._sequences[i].sampling for i in self._asking]
+        if not any(sampling.logit_bias or sampling.allowed for sampling in samplings):
             return None
-        dense = np.zeros((len(wishes), vocab), dtype=np.float32)
-        for row, wish in enumerate(wishes):
-            dense[row, list(wish.logit_bias)] = list(wish.logit_bias.values())
-            if wish.allowed:
-                biased = dense[row, wish.allowed]
+        dense = np.zeros((len(samplings), vocab), dtype=np.float32)
+        for row, sampling in enumerate(samplings):
+            dense[row, list(sampling.logit_bias)] = list(sampling.logit_bias.values())
+            if sampling.allowed:
+                biased = dense[row, sampling.allowed]
                 dense[row] = _BLOCKED
-                dense[row, wish.allowed] = biased
+                dense[row, sampling.allowed] = biased
         return mx.array(dense)
 
     def _build_counts(self, vocab: int) -> None:

@@ -49,7 +49,7 @@ class Row:
     shared: MergedCaches | None = None  # with the rows that it was read with, on the way into a batch
     pending: mx.array | None = None  # [1] drawn, not yet read; None: the last token is the next input
     constraint: RowConstraint | None = None
-    adjust: mx.array | None = None  # penalty counts while the row moves between batches
+    penalty_counts: mx.array | None = None  # penalty counts while the row moves between batches
     score: TokenLogprobs | None = None  # of the pending token, while the row moves between batches
     stops: frozenset[int] = frozenset()
     arrived: float = 0.0
@@ -89,7 +89,7 @@ class Row:
         self.caches = []
         self.shared = None
         self.pending = None
-        self.adjust = None
+        self.penalty_counts = None
         self.score = None
 
     def reset(self) -> None:

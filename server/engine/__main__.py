@@ -33,15 +33,15 @@ log = logging.getLogger("marathon.engine")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Marathon's engine process; started by the server, not by people")
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the socketpair")
-    seam = Channel(socket.socket(fileno=parser.parse_args().fd))
-    seam.start_reader()
-    first = seam.receive(None)
+    channel = Channel(socket.socket(fileno=parser.parse_args().fd))
+    channel.start_reader()
+    first = channel.receive(None)
     if not isinstance(first, Start):
         sys.exit("engine: the first command must be Start")
     settings = from_json(first.settings)
     logs.configure(settings.log_level, settings.log_format, f"engine {first.epoch}")
     _tie_to_parent()
-    sys.exit(run(seam, first, settings))
+    sys.exit(run(channel, first, settings))
 
 
 def _tie_to_parent() -> None:
@@ -54,13 +54,13 @@ def _tie_to_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def run(seam: Channel, start: Start, settings: Settings) -> int:
+def run(channel: Channel, start: Start, settings: Settings) -> int:
     """The engine's life after its first command; returns the exit status."""
     snapshot = Snapshot()
-    heartbeat = Heartbeat(seam, start.epoch, snapshot)
+    heartbeat = Heartbeat(channel, start.epoch, snapshot)
     heartbeat.start()
     fault = faults_module.Faults(
-        faults_module.parse(settings.faults), epoch=start.epoch, write_garbage=seam.send_garbage
+        faults_module.parse(settings.faults), epoch=start.epoch, write_garbage=channel.send_garbage
     )
     heartbeat.enter("importing MLX and the models' code")
     fault.at_start()
@@ -68,9 +68,9 @@ def run(seam: Channel, start: Start, settings: Settings) -> int:
         from server.engine import loop  # MLX and the model code load here, with the pulse already beating
 
     try:
-        engine = loop.open_loop(seam, heartbeat, snapshot, start, settings, fault)
+        engine = loop.open_loop(channel, heartbeat, snapshot, start, settings, fault)
     except StartupError as error:
-        seam.send(messages.LoadFailure(start.epoch, str(error)))
+        channel.send(messages.LoadFailure(start.epoch, str(error)))
         return 2
     gc.collect()
     gc.freeze()  # what is there now stays: a full collection looks through all of it, between two tokens

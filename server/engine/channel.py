@@ -91,8 +91,8 @@ class Channel:
 class Heartbeat:
     """The progress counter and the thread that reports it."""
 
-    def __init__(self, seam: Channel, epoch: int, snapshot: Snapshot) -> None:
-        self._seam = seam
+    def __init__(self, channel: Channel, epoch: int, snapshot: Snapshot) -> None:
+        self._channel = channel
         self._epoch = epoch
         self._snapshot = snapshot
         self._stopped = threading.Event()
@@ -126,7 +126,7 @@ class Heartbeat:
         snapshot = None
         if self.stage == SERVING:
             snapshot = self._snapshot
-        self._seam.send(Progress(self._epoch, self.count, self.stage, snapshot, still))
+        self._channel.send(Progress(self._epoch, self.count, self.stage, snapshot, still))
 
     def _run(self) -> None:
         while not self._stopped.wait(PROGRESS_SECONDS):

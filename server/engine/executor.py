@@ -13,10 +13,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from server.batching import Batch
 from server.cache_guard import Caches, Guard, cache_arrays, is_loose, pack, settle
-from server.compute.laps import Laps
 from server.compute.merged_caches import MergedCaches, kept, read_together, taken_apart
 from server.compute.rows import Model, Row, StepOutput, on_host
 from server.compute.sampling import top_candidates
+from server.compute.stopwatch import Laps
 from server.engine.plan import (
     Abandon,
     Begin,

@@ -22,8 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from server.cache_guard import Guard
-from server.compute.laps import Stopwatch
 from server.compute.rows import Row, StepOutput
+from server.compute.stopwatch import Stopwatch
 from server.config.cache_folder import TRIALS, cache_folder
 from server.engine.channel import SERVING, Channel, Heartbeat
 from server.engine.compiling import COMPILE_SECONDS, Compiling
@@ -36,11 +36,11 @@ from server.engine.outbox import Outbox
 from server.engine.plan import Begin, Census, KeepRead, OperationFailure, Step, Tell
 from server.engine.prefill import ChunkBudget, Prefill
 from server.engine.prefix_cache import PrefixCache
+from server.engine.prefix_policy import PrefixPolicy
+from server.engine.pressure_response import PressureResponse
 from server.engine.recovery import DeviceWedge, Recovery
-from server.engine.relief import Relief
 from server.engine.runner import Runner
-from server.engine.sharing import PrefixPolicy
-from server.engine.stock import EngineState
+from server.engine.state import EngineState
 from server.engine.trial_results import TrialResults
 from server.faults import Faults
 from server.ipc.messages import Cancel, Command, Drain, End, Reclaim, Start, Submit
@@ -90,7 +90,7 @@ class Loop:
 
     def __init__(
         self,
-        seam: Channel,
+        channel: Channel,
         heartbeat: Heartbeat,
         snapshot: Snapshot,
         start: Start,
@@ -108,24 +108,26 @@ class Loop:
         watch = Stopwatch(clock)
         snapshot.step_seconds = watch.seconds
         prefix = PrefixCache(min(settings.prefix_cache, int(PREFIX_SHARE * residency.room)), snapshot)
-        self._seam = seam
+        self._channel = channel
         self._vocabulary = loaded.probe.vocab_size
         self._budget = settings.prefill_stall_ms / 1000 * BUDGET_SHARE
         executor = executor or Executor(loaded.model, guard, prefix, {}, watch)
         self.rows = executor.rows
-        self._sharing = PrefixPolicy(prefix, make_prompt_cache(loaded.model), loaded.row_bytes)
+        self._policy = PrefixPolicy(prefix, make_prompt_cache(loaded.model), loaded.row_bytes)
         self._prefill = Prefill(
-            self._sharing, JointPrefill(loaded.probe.reads, self._sharing.waits), loaded.longest_chunk
+            self._policy, JointPrefill(loaded.probe.reads, self._policy.waits), loaded.longest_chunk
         )
         self._groups = Groups(executor.batches, loaded, settings.long_group_interval)
         self.runner = Runner(executor, self.rows, watch, heartbeat, snapshot, faults, residency)
-        self._outbox = Outbox(seam, start.epoch, snapshot, watch)
+        self._outbox = Outbox(channel, start.epoch, snapshot, watch)
         grammars = grammars or Grammars(Future())
         grammars.rows = self._vocabulary
         self.compiling = Compiling(grammars)
         self._recovery = Recovery(self.rows, self.runner, self._groups, self._prefill, self.compiling)
-        self.stock = EngineState(executor, self._groups, self._prefill, loaded, snapshot)
-        self._relief = Relief(residency, self.runner, self.stock, self._outbox, settings.buffer_limit)
+        self.engine_state = EngineState(executor, self._groups, self._prefill, loaded, snapshot)
+        self._pressure_response = PressureResponse(
+            residency, self.runner, self.engine_state, self._outbox, settings.buffer_limit
+        )
         self._state = State.RUNNING
 
     # ------------------------------------------------------------ life
@@ -159,12 +161,12 @@ class Loop:
             patience = IDLE_SECONDS
             if self.rows:
                 patience = WAIT_SECONDS
-            command = self._seam.receive(patience)
+            command = self._channel.receive(patience)
             if command is None:
                 self._relieve()
                 return
             self._obey(command)
-        for command in self._seam.received():
+        for command in self._channel.received():
             self._obey(command)
 
     def _obey(self, command: Command) -> None:
@@ -173,7 +175,7 @@ class Loop:
         elif isinstance(command, Cancel):
             self._cancel(command.seq)
         elif isinstance(command, Reclaim):
-            for act in self._relief.reclaim():
+            for act in self._pressure_response.reclaim():
                 self._preempt(act)
         elif isinstance(command, Drain):
             self._state = State.DRAINING
@@ -201,7 +203,7 @@ class Loop:
         try:
             self.runner.follow(self._prefill.keep(seq, room))
             self._forget(seq)
-            self.runner.follow(self._groups.leave([seq], lambda length: self._sharing.keeps_begun(length, room)))
+            self.runner.follow(self._groups.leave([seq], lambda length: self._policy.keeps_begun(length, room)))
         except OperationFailure as failure:
             self._forget(seq)
             self._survive(failure)
@@ -224,7 +226,7 @@ class Loop:
         try:
             ended = self._recovery.survive(error)
         except DeviceWedge:
-            self._relief.report_spent()
+            self._pressure_response.report_spent()
             raise
         for row, why in ended:
             self._fail(row, "row", why)
@@ -243,7 +245,7 @@ class Loop:
         drawn: list[StepOutput] = []
         joined: list[Row] = []
         try:
-            self._relief.enforce()
+            self._pressure_response.enforce()
             joined = self._read_prompts()
             self.runner.follow(self._groups.join(joined))
             self._relieve()
@@ -266,7 +268,7 @@ class Loop:
             return []
         for row, why in self.compiling.take():
             self._fail(row, "row", why)
-        self.stock.count()  # before, since the first chunk may take long
+        self.engine_state.count()  # before, since the first chunk may take long
         decoding = self._groups.rows
         turn = ChunkBudget(
             ALONE_SECONDS, self.runner.room, enough=max(JOIN_AT_LEAST, decoding // 2), patience=self._budget
@@ -288,7 +290,7 @@ class Loop:
         if row.sequence.max_tokens > row.produced:
             return False
         self._outbox.publish([], [End(row.seq, "length")])
-        if self._sharing.keeps_read(row.read, self.runner.room):
+        if self._policy.keeps_read(row.read, self.runner.room):
             self.runner.run(KeepRead(row.seq, row.read))
         self._forget(row.seq)
         return True
@@ -326,9 +328,9 @@ class Loop:
         room = self.runner.room
         try:
             gone = [seq for seq, _ in ended]
-            self.runner.follow(self._groups.leave(gone, lambda length: self._sharing.keeps_read(length, room)))
+            self.runner.follow(self._groups.leave(gone, lambda length: self._policy.keeps_read(length, room)))
             lost = [row.seq for row, _ in failed]
-            self.runner.follow(self._groups.leave(lost, lambda length: self._sharing.keeps_begun(length, room)))
+            self.runner.follow(self._groups.leave(lost, lambda length: self._policy.keeps_begun(length, room)))
         except OperationFailure as failure:
             self._survive(failure)
 
@@ -337,7 +339,7 @@ class Loop:
         """Act on what memory and live buffers call for, until there is room for the next step."""
         while True:
             rows = len(self.rows)
-            for act in self._relief.due():
+            for act in self._pressure_response.due():
                 self._preempt(act)
             if len(self.rows) == rows:
                 return
@@ -353,12 +355,12 @@ class Loop:
             return
         self._forget(newest.seq)
         self.runner.follow(self._groups.leave([newest.seq]))
-        self._relief.read_again()
+        self._pressure_response.read_again()
         self._outbox.preempted(newest.seq)
 
 
 def open_loop(
-    seam: Channel, heartbeat: Heartbeat, snapshot: Snapshot, start: Start, settings: Settings, faults: Faults
+    channel: Channel, heartbeat: Heartbeat, snapshot: Snapshot, start: Start, settings: Settings, faults: Faults
 ) -> Loop:
     """Load the model, announce it, and give the loop that runs it. Raises StartupError."""
     from server.compute import attention, cudnn_shapes
@@ -369,7 +371,7 @@ def open_loop(
         maybe_set_recommended_wired_limit()
     if settings.pool_limit is not None:
         mx.set_cache_limit(settings.pool_limit)
-    grammars = Grammars(seam.tokens)  # a second of work that stops every other thread: not once rows are running
+    grammars = Grammars(channel.tokens)  # a second of work that stops every other thread: not once rows are running
     residency = Residency.open(settings, snapshot)  # before the weights, so that a native counter counts them
     if hidden := device.hidden_gpu():
         log.warning("MLX runs on the CPU: %s", hidden)
@@ -386,5 +388,5 @@ def open_loop(
     )
     residency.note_weights()
     heartbeat.enter(SERVING)
-    seam.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
-    return Loop(seam, heartbeat, snapshot, start, settings, loaded, residency, faults, grammars=grammars)
+    channel.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
+    return Loop(channel, heartbeat, snapshot, start, settings, loaded, residency, faults, grammars=grammars)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from server.compute.laps import Stopwatch
 from server.compute.rows import Row, StepOutput
+from server.compute.stopwatch import Stopwatch
 from server.ipc.messages import End, Event, Preemption, Rotate, RowFailure, RowIntake, RowStart, Steps
 from server.ipc.snapshot import Snapshot
 

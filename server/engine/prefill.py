@@ -18,7 +18,7 @@ from server.compute.rows import Row
 from server.engine.chunk_timing import CHUNKS, ChunkTiming
 from server.engine.joint_prefill import LONGEST, ROOMY, JointPrefill
 from server.engine.plan import Begin, Detach, KeepPrompt, KeepRead, Operation, Plan, Read, Result
-from server.engine.sharing import PrefixPolicy
+from server.engine.prefix_policy import PrefixPolicy
 
 _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocabulary and all
 _TRIAL = 1.5  # budgets that the first two lone chunks of a length may take
@@ -31,14 +31,14 @@ _SHORT_SHARE = 0.5  # share of a budget by which short prompts may get ahead of 
 class PromptReading:
     """One sequence whose tokens are being read."""
 
-    __slots__ = ("begun", "done", "is_shared", "left_out", "pace", "row", "snapshot_at")
+    __slots__ = ("begun", "done", "is_shared", "left_out", "row", "snapshot_at", "token_seconds")
 
     def __init__(self, row: Row) -> None:
         self.row = row
         self.begun = False
         self.done = 0  # tokens that the caches hold
         self.is_shared = False  # its caches are those of a pass that it shared in this iteration
-        self.pace: float | None = None  # seconds a token of its newest chunk; grows with the length
+        self.token_seconds: float | None = None  # seconds a token of its newest chunk; grows with the length
         self.snapshot_at: list[int] = []  # lengths at which a chunk must end
         self.left_out = 0  # how often its turn was given to others who can read more together
 
@@ -111,10 +111,12 @@ class ChunkBudget:
 class Prefill:
     """The sequences being read, in order of arrival. Owned by the loop."""
 
-    def __init__(self, sharing: PrefixPolicy, cohorts: JointPrefill, affordable: Callable[[int, int], int]) -> None:
+    def __init__(
+        self, policy: PrefixPolicy, joint_prefill: JointPrefill, affordable: Callable[[int, int], int]
+    ) -> None:
         """`affordable(room, held)`: tokens of the longest chunk behind `held` others that `room` bytes suffice for."""
-        self._sharing = sharing
-        self._cohorts = cohorts
+        self._policy = policy
+        self._joint_prefill = joint_prefill
         self._affordable = affordable
         # Apart, since a lone chunk of many tokens attends to more than many short ones.
         self._alone = ChunkTiming()
@@ -144,7 +146,7 @@ class Prefill:
     def keep(self, seq: int, room: int) -> Plan[None]:
         """Plan to keep what a sequence has read that is about to be removed."""
         for reading in self.readings:
-            if reading.row.seq == seq and reading.done and self._sharing.keeps_read(reading.done, room):
+            if reading.row.seq == seq and reading.done and self._policy.keeps_read(reading.done, room):
                 yield KeepRead(seq, reading.done)
 
     # ------------------------------------------------------------ the turn
@@ -186,7 +188,7 @@ class Prefill:
 
     def _begin(self, reading: PromptReading, turn: ChunkBudget) -> Plan[None]:
         result = yield from turn.do(Begin(reading.row.seq))
-        reading.begin(result.outcome, self._sharing.ends(reading.row))
+        reading.begin(result.outcome, self._policy.ends(reading.row))
 
     def _choose(
         self, reading: PromptReading, waiting: list[PromptReading], turn: ChunkBudget, *, is_first: bool
@@ -215,7 +217,7 @@ class Prefill:
         if not others or (left is not None and limit == CHUNKS[-1] and self._of_all(limit) > left):
             return []
         limit = min(limit, self._affordable(turn.room, LONGEST) // ROOMY)
-        return (yield from self._cohorts.choose(reading, others, limit, lambda other: self._begin(other, turn)))
+        return (yield from self._joint_prefill.choose(reading, others, limit, lambda other: self._begin(other, turn)))
 
     def _turn(self, waiting: list[PromptReading], budget: float | None) -> PromptReading:
         """Whose chunk is next: the one with the least left, unless such are too far ahead of the oldest."""
@@ -237,21 +239,21 @@ class Prefill:
     # ------------------------------------------------------------ sizes
     def _expected(self, reading: PromptReading, size: int) -> float:
         """Seconds of a chunk of one sequence; 0 while nothing is known."""
-        return max(self._alone.seconds(size) or 0.0, (reading.pace or 0.0) * size)
+        return max(self._alone.seconds(size) or 0.0, (reading.token_seconds or 0.0) * size)
 
     def _of_all(self, size: int) -> float:
         """The same of a pass of several."""
         return self._shared.seconds(size) or self._alone.seconds(size) or 0.0
 
     @staticmethod
-    def _fits(left: float | None, seconds: Callable[[int], float], pace: ChunkTiming, budgets: float) -> int:
+    def _fits(left: float | None, seconds: Callable[[int], float], timing: ChunkTiming, budgets: float) -> int:
         """Tokens of the largest chunk that `left` seconds have room for, or so many times as much for a trial."""
         if left is None:
             return CHUNKS[0]
         if not seconds(CHUNKS[-1]):
             return CHUNKS[-1]
-        allowed = dict.fromkeys(CHUNKS, left) | {pace.next: budgets * left}
-        fits = [size for size in CHUNKS if size <= pace.reach and seconds(size) <= allowed[size]]
+        allowed = dict.fromkeys(CHUNKS, left) | {timing.next: budgets * left}
+        fits = [size for size in CHUNKS if size <= timing.reach and seconds(size) <= allowed[size]]
         return max(fits, default=CHUNKS[-1])
 
     def _size(self, reading: PromptReading, left: float | None, turn: ChunkBudget) -> int:
@@ -287,14 +289,14 @@ class Prefill:
             return
         self._alone.learn(total, seconds)
         if total >= CHUNKS[-1]:
-            chosen[0][0].pace = seconds / total
+            chosen[0][0].token_seconds = seconds / total
 
     def _advance(self, reading: PromptReading, size: int, turn: ChunkBudget) -> Plan[None]:
         reading.done += size
         passed = [mark for mark in reading.snapshot_at if mark <= reading.done]
         reading.snapshot_at = reading.snapshot_at[len(passed) :]
         is_due = bool(passed) and passed[-1] == reading.done
-        if is_due and self._sharing.keeps_prompt(reading.row, reading.done, self.waiting, turn.room):
+        if is_due and self._policy.keeps_prompt(reading.row, reading.done, self.waiting, turn.room):
             yield from turn.do(KeepPrompt(reading.row.seq, reading.done))
 
 

@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
-from server.compute.laps import Stopwatch
 from server.compute.rows import Row
+from server.compute.stopwatch import Stopwatch
 from server.engine.durations import Durations
 from server.engine.executor import Executor
 from server.engine.plan import Operation, Plan, Read, Result, Step, follow
@@ -45,7 +45,7 @@ class Runner:
         executor: Executor,
         rows: dict[int, Row],
         watch: Stopwatch,
-        heart: ProgressCounter,
+        heartbeat: ProgressCounter,
         snapshot: Snapshot,
         faults: Faults,
         memory: RowBudget,
@@ -54,7 +54,7 @@ class Runner:
         self.record: list[Operation] = []  # of the iteration
         self._rows = rows
         self._watch = watch
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._snapshot = snapshot
         self._faults = faults
         self._memory = memory
@@ -64,7 +64,7 @@ class Runner:
     @property
     def progress(self) -> int:
         """Chunks and steps since the engine began."""
-        return self._heart.count
+        return self._heartbeat.count
 
     @property
     def room(self) -> int:
@@ -129,7 +129,7 @@ class Runner:
     def _leave(self, seconds: float) -> None:
         self._durations.leave(seconds)
         self._snapshot.first_shape = False
-        self._heart.beat()
+        self._heartbeat.beat()
 
     def _note_step(self, operation: Step) -> None:
         snapshot = self._snapshot

@@ -66,8 +66,8 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 def _multiples(schema: Any) -> str:
     members = list(_members(schema))
-    wishes = [v for k, v in members if k == "multipleOf" and isinstance(v, int | float) and not isinstance(v, bool)]
-    numbers = {abs(Decimal(str(wish))) for wish in wishes if wish}
+    divisors = [v for k, v in members if k == "multipleOf" and isinstance(v, int | float) and not isinstance(v, bool)]
+    numbers = {abs(Decimal(str(divisor))) for divisor in divisors if divisor}
     joined = any(key in _JOINS for key, _ in members)
     for group in [numbers] if joined else [{number} for number in numbers]:
         if _least_common(group) > MOST_MULTIPLE:

@@ -343,10 +343,10 @@ class Residency:
     def _publish_end(self, resource: str, slope: Slope, room: float) -> None:
         assert slope.fit is not None
         tokens = slope.fit.exhaustion(room)
-        pace = slope.tokens_per_second()
+        rate = slope.tokens_per_second()
         self._snapshot.tokens_to_exhaustion[resource] = tokens
-        if pace:
-            self._snapshot.seconds_to_exhaustion[resource] = tokens / pace
+        if rate:
+            self._snapshot.seconds_to_exhaustion[resource] = tokens / rate
         else:
             self._snapshot.seconds_to_exhaustion[resource] = math.inf
 

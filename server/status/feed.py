@@ -142,10 +142,10 @@ class Feed:
         self._restarts = dict(restarts)
 
     def _note_start(self) -> None:
-        is_up = self._supervisor.engine.is_up
-        if is_up and not self._was_up:
-            self._note("ready", f"engine {self._supervisor.engine.epoch} is ready")
-        self._was_up = is_up
+        engine = self._supervisor.engine
+        if engine.is_up and not self._was_up:
+            self._note("ready", f"engine {engine.epoch} is ready")
+        self._was_up = engine.is_up
 
     def _note_resumes(self) -> None:
         resumes = self._metrics.resumes

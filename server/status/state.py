@@ -107,7 +107,8 @@ class Status(msgspec.Struct, frozen=True):
 
 def read(supervisor: Supervisor, metrics: Metrics, model: str, uptime: float, first_token: float | None) -> Status:
     """Read the state of this moment. `first_token`: seconds to the first token of the newest requests, if any."""
-    snapshot = supervisor.snapshot
+    snapshot = supervisor.engine.snapshot
+    known = supervisor.engine.known
     rows = list(supervisor.generations())
     shown = [_row(generation, supervisor, snapshot) for generation in rows[:MOST_ROWS]]
     return Status(
@@ -122,8 +123,8 @@ def read(supervisor: Supervisor, metrics: Metrics, model: str, uptime: float, fi
         pressure=snapshot.pressure if snapshot else None,
         seconds_to_exhaustion=_finite(snapshot.seconds_to_exhaustion) if snapshot else {},
         engine=_engine(supervisor, metrics),
-        buffers=_buffers(supervisor.known, snapshot),
-        memory=_memory(supervisor.known, snapshot),
+        buffers=_buffers(known, snapshot),
+        memory=_memory(known, snapshot),
         queue=_queue(supervisor, snapshot),
         rows=shown,
         more_rows=len(rows) - len(shown),
@@ -136,14 +137,15 @@ def _finite(seconds: dict[str, float]) -> dict[str, float | None]:
 
 
 def _engine(supervisor: Supervisor, metrics: Metrics) -> EngineFacts:
+    engine = supervisor.engine
     return EngineFacts(
-        up=supervisor.is_up,
-        epoch=supervisor.epoch,
-        pid=supervisor.pid,
-        stage=supervisor.stage,
+        up=engine.is_up,
+        epoch=engine.epoch,
+        pid=engine.pid,
+        stage=engine.stage,
         down_reason=supervisor.down_reason,
         hopeless=supervisor.hopeless,
-        last_step_age_seconds=supervisor.last_step_age_seconds,
+        last_step_age_seconds=engine.last_step_age_seconds,
         restarts=metrics.restarts,
         resumed=metrics.resumes,
     )

@@ -25,7 +25,7 @@ from server.ipc import messages
 from server.ipc.sequence import TokenTable
 from server.ipc.snapshot import Action, Snapshot
 from server.settings import Settings
-from server.supervision import engine_process as seam
+from server.supervision import engine_process
 from server.supervision.admission import Capacity
 from server.supervision.convictions import Convictions
 from server.supervision.engine_process import Engine, EngineConnection
@@ -71,7 +71,7 @@ class EngineLifecycle:
         self.ready: messages.Ready | None = None
         self.known: messages.Ready | None = None
         self.snapshot: Snapshot | None = None
-        self.link: EngineConnection | None = None
+        self.connection: EngineConnection | None = None
         self.ending: Ending | None = None
         self.worked = -math.inf  # when an engine got something done last: a step, or a chunk of a prompt
         self.epoch = self.restarts = self.failed_starts = 0
@@ -92,7 +92,7 @@ class EngineLifecycle:
         self._on_load_failed = on_load_failed
         self._tokens: TokenTable | None = None
         self._stall = StallLimit(settings.stall_seconds)
-        self._pace = RotationPace(settings.rotate_min_seconds)
+        self._rotation_pace = RotationPace(settings.rotate_min_seconds)
         self._prefill_log = PrefillLog(scheduler.clock)
         self._latest: asyncio.TimerHandle | None = None  # when one that was asked to leave is killed
         self._stopped = asyncio.Event()
@@ -116,8 +116,8 @@ class EngineLifecycle:
     def end(self) -> None:
         """No further engine; the living one leaves now. `run` returns when nothing is left of it."""
         self._stopped.set()
-        if self.link is not None and self.ending != "stop":
-            self._leave(self.link, "stop")
+        if self.connection is not None and self.ending != "stop":
+            self._leave(self.connection, "stop")
 
     async def _one_life(self) -> float:
         """From spawn until nothing of the process is left. Returns the seconds to wait before the next."""
@@ -130,30 +130,30 @@ class EngineLifecycle:
             engine = self._spawn(self.epoch)
         except OSError as error:
             return self._start_failed(f"no process can be started: {error}")
-        self.link = link = EngineConnection(engine, self.epoch, self._on_event)
+        self.connection = connection = EngineConnection(engine, self.epoch, self._on_event)
         try:
             probe = self.known.probe if self.known else None  # the model is the same; what it costs is known
             settings = self._settings.model_dump_json(exclude=_PRIVATE)
-            link.send(messages.Start(self.epoch, self._model_path, settings, probe))
+            connection.send(messages.Start(self.epoch, self._model_path, settings, probe))
             if self._tokens is not None:
-                link.send(messages.Learn(self.epoch, self._tokens))
-            await link.lost
+                connection.send(messages.Learn(self.epoch, self._tokens))
+            await connection.lost
         finally:
             was_ready = self._take_down()
-            status = await link.bury(BURY_SECONDS)
-        return self._account(link, was_ready, seam.describe_exit(status))
+            status = await connection.bury(BURY_SECONDS)
+        return self._account(connection, was_ready, engine_process.describe_exit(status))
 
     def learn(self, tokens: TokenTable) -> None:
         """Tells this engine and all later ones what the tokens say."""
         self._tokens = tokens
-        if self.link is not None:
-            self.link.send(messages.Learn(self.epoch, tokens))
+        if self.connection is not None:
+            self.connection.send(messages.Learn(self.epoch, tokens))
 
     def _take_down(self) -> bool:
         """It's lost, and all that it said has been heard. True if it had been ready."""
         was_ready = self.ready is not None
         self.ready = None
-        self.link = None
+        self.connection = None
         if self._latest is not None:
             self._latest.cancel()
         cause: Cause = "crash"
@@ -186,19 +186,23 @@ class EngineLifecycle:
         self.convictions.remember(generation.sequence.prompt)
         self._scheduler.fail(generation.live, FatalPrompt(message))
 
-    def _account(self, link: EngineConnection, was_ready: bool, end: str) -> float:
+    def _account(self, connection: EngineConnection, was_ready: bool, end: str) -> float:
         """What its end means for the next start: seconds to wait."""
-        if link.garbage is not None:
-            end = f"sent what is no message ({link.garbage}) and {end}"
+        if connection.garbage is not None:
+            end = f"sent what is no message ({connection.garbage}) and {end}"
         if self.load_failed is not None:  # that is said in one line, by whoever ends the server
             return 0
         if self.ending == "stop":
-            log.info("engine %d %s", link.pid, end)
+            log.info("engine %d %s", connection.pid, end)
             return 0
         if not was_ready:
             return self._start_failed(self._failure or f"it {end}")
         log.warning(
-            "engine %d (epoch %d) %s; waiting for the next: %d", link.pid, link.epoch, end, self._scheduler.waiting
+            "engine %d (epoch %d) %s; waiting for the next: %d",
+            connection.pid,
+            connection.epoch,
+            end,
+            self._scheduler.waiting,
         )
         if self._served or self.ending == "rotation" or self._age() > GOOD_LIFE:
             self.backoff.good()
@@ -229,7 +233,7 @@ class EngineLifecycle:
             snapshot=self.snapshot,
             stage=self.stage,
             epoch=self.epoch,
-            pid=self.link.pid if self.link else None,
+            pid=self.connection.pid if self.connection else None,
             restarts=self.restarts,
             is_up=self.is_up,
             last_step_age_seconds=age if math.isfinite(self.worked) else None,
@@ -286,19 +290,21 @@ class EngineLifecycle:
                 self._could_not_load(event.message)
 
     def _is_ready(self, ready: messages.Ready) -> None:
-        assert self.link is not None
+        assert self.connection is not None
         self.ready = self.known = ready
         self.failed_starts = 0
         self._life.is_ready(self._clock())
         self.decided.set()
-        log.info("engine %d (epoch %d) is ready after %.1f s", self.link.pid, self.epoch, self._life.loading_seconds)
+        log.info(
+            "engine %d (epoch %d) is ready after %.1f s", self.connection.pid, self.epoch, self._life.loading_seconds
+        )
         if self.ending is None:
-            self._scheduler.feed(self.link, Capacity(ready, self._settings.context, self._settings.max_rows))
+            self._scheduler.feed(self.connection, Capacity(ready, self._settings.context, self._settings.max_rows))
 
     def _could_not_load(self, message: str) -> None:
-        assert self.link is not None
+        assert self.connection is not None
         self._failure = message
-        self.link.kill()
+        self.connection.kill()
         if self.known is None:  # no engine ever did: it's the model or the settings, and no other try will help
             self.load_failed = self.down = message
             self.decided.set()
@@ -315,40 +321,41 @@ class EngineLifecycle:
             self._scheduler.observe(progress.snapshot)
 
     # ---------------------------------------------------------------- ending it ourselves
-    def _rotate(self, wish: messages.Rotate) -> None:
-        if self.ending is not None or self.link is None:
+    def _rotate(self, request: messages.Rotate) -> None:
+        if self.ending is not None or self.connection is None:
             return
         age = self._age()
         log.warning(
             "engine %d %s after %.0f s: %s at %.6g, threshold %.6g",
-            self.link.pid, "ends" if wish.late else "is replaced", age, wish.reason, wish.reading, wish.threshold,
+            self.connection.pid, "ends" if request.late else "is replaced", age,
+            request.reason, request.reading, request.threshold,
         )  # fmt: skip
-        if not wish.late:  # else it's a death, which it only foretells
-            self._act("rotate", wish.reading, wish.threshold)
-            self._leave(self.link, "rotation")
-        if wish.is_leak and self._pace.rotated(age, late=wish.late):
+        if not request.late:  # else it's a death, which it only foretells
+            self._act("rotate", request.reading, request.threshold)
+            self._leave(self.connection, "rotation")
+        if request.is_leak and self._rotation_pace.rotated(age, late=request.late):
             message = (
-                f"A leak: {wish.reason} at {wish.reading:.6g}, threshold {wish.threshold:.6g}, {age:.0f} s after a new "
-                f"engine was ready, {HASTY_ROTATIONS} times in a row; replacing it more often than each "
-                f"{self._pace.minimum:g} s (--rotate-min-seconds) doesn't help."
+                f"A leak: {request.reason} at {request.reading:.6g}, threshold {request.threshold:.6g}, {age:.0f} s "
+                f"after a new engine was ready, {HASTY_ROTATIONS} times in a row; replacing it more often than each "
+                f"{self._rotation_pace.minimum:g} s (--rotate-min-seconds) doesn't help."
             )
             log.error("%s", message)
             self._scheduler.fail_running(GenerationError(message))
 
-    def _leave(self, link: EngineConnection, ending: Ending) -> None:
+    def _leave(self, connection: EngineConnection, ending: Ending) -> None:
         """Asks it to go, and sees to it that it does."""
         self.ending = ending
         self._scheduler.hold()
         if self._latest is not None:
             self._latest.cancel()
         if self.ready is None:  # still loading: it couldn't listen
-            link.kill()
+            connection.kill()
             return
-        link.send(messages.Drain(link.epoch))
+        connection.send(messages.Drain(connection.epoch))
         seconds = DRAIN_SECONDS
         if self.ending == "stop":
             seconds = LEAVE_SECONDS
-        self._latest = asyncio.get_running_loop().call_later(seconds, link.kill)
+        self._latest = asyncio.get_running_loop().call_later(seconds, connection.kill)
 
     def _age(self) -> float:
         """Seconds since it was ready."""
@@ -376,10 +383,10 @@ class EngineLifecycle:
 
     def look(self) -> None:
         """Acts on what is overdue by now."""
-        if self.link is None or self.ready is None:
+        if self.connection is None or self.ready is None:
             self._give_up()
-        if self.link is not None and self.ending is None:
-            self._check(self.link)
+        if self.connection is not None and self.ending is None:
+            self._check(self.connection)
 
     def _give_up(self) -> None:
         """No engine for so long that the answers under way shouldn't wait for the next."""
@@ -387,26 +394,26 @@ class EngineLifecycle:
         if self._scheduler.waiting and self.worked <= before:
             self._scheduler.fail_lost(before, self.not_ready())
 
-    def _check(self, link: EngineConnection) -> None:
+    def _check(self, connection: EngineConnection) -> None:
         if self.ready is not None and not self._scheduler.running:
             self._life.rest(self._clock())
         if self._overdue() or self._life.is_mute(self._clock()):
-            link.drain()  # if it was us who didn't listen, its news is here
-        if link is not self.link or self.ending is not None:
+            connection.drain()  # if it was us who didn't listen, its news is here
+        if connection is not self.connection or self.ending is not None:
             return
         if self._life.is_mute(self._clock()) and not self._life.silent:
             self._life.silent = True
-            log.warning("engine %d hasn't been heard of for %.1f s", link.pid, self._life.silence(self._clock()))
+            log.warning("engine %d hasn't been heard of for %.1f s", connection.pid, self._life.silence(self._clock()))
         if (overdue := self._overdue()) is not None:
-            self._kill(link, overdue)
+            self._kill(connection, overdue)
         elif self.ready is not None and self._scheduler.running:
             self._stall.worked(self._life.work_seconds, self.snapshot)
 
     def _overdue(self) -> Overdue | None:
         return self._life.overdue(self._clock(), self.snapshot, self._scheduler.busy_since)
 
-    def _kill(self, link: EngineConnection, overdue: Overdue) -> None:
-        log.warning("engine %d %s and is killed", link.pid, overdue.words)
+    def _kill(self, connection: EngineConnection, overdue: Overdue) -> None:
+        log.warning("engine %d %s and is killed", connection.pid, overdue.words)
         self.ending = "stall"
         if self.ready is None:
             self.ending = "start"
@@ -415,7 +422,7 @@ class EngineLifecycle:
         self._act("kill_stalled", overdue.age, overdue.limit)
         if overdue.what == "stall" and self._stall.killed():
             log.warning("engines were stuck twice in a row or more: the next stall limit is doubled")
-        link.kill()
+        connection.kill()
 
     def _act(self, action: str, reading: float, threshold: float) -> None:
         self._counts.action(action)

@@ -26,7 +26,7 @@ class _Course:
     told: float  # when the last line was written, or the prompt was seen first
     told_done: int  # what `done` and `moved` were then
     told_moved: float
-    pace: float = 0.0  # tokens a second, over the lines that had news
+    rate: float = 0.0  # tokens a second, over the lines that had news
 
     def move(self, done: int, now: float) -> None:
         if done != self.done:
@@ -35,16 +35,16 @@ class _Course:
 
     def tell(self, now: float) -> None:
         if self.moved > self.told_moved:
-            self.pace = max(0.0, (self.done - self.told_done) / (self.moved - self.told_moved))
+            self.rate = max(0.0, (self.done - self.told_done) / (self.moved - self.told_moved))
         self.told = now
         self.told_done = self.done
         self.told_moved = self.moved
 
     def seconds_left(self, total: int) -> int | None:
         """None while nothing is known of the pace."""
-        if not self.pace:
+        if not self.rate:
             return None
-        return max(0, round((total - self.done) / self.pace - (self.told - self.moved)))
+        return max(0, round((total - self.done) / self.rate - (self.told - self.moved)))
 
 
 class PrefillLog:

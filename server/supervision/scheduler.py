@@ -50,7 +50,7 @@ class Scheduler:
         self._seqs = itertools.count(1)
         self._outlook = Outlook()
         self._drain_rate = DrainRate()
-        self._link: EngineConnection | None = None
+        self._connection: EngineConnection | None = None
         self._capacity: Capacity | None = None
         self._feeding = False
         self._fed = 0.0  # since when
@@ -159,8 +159,8 @@ class Scheduler:
         self._end(generation)
         if self.running.pop(generation.seq, None) is None:
             (self._returning if generation in self._returning else self._queue).remove(generation)
-        elif self._link is not None:
-            self._link.send(messages.Cancel(self._link.epoch, generation.seq))
+        elif self._connection is not None:
+            self._connection.send(messages.Cancel(self._connection.epoch, generation.seq))
 
     def _end(self, generation: Generation) -> None:
         generation.ended = True
@@ -195,9 +195,9 @@ class Scheduler:
         return max(reading, key=lambda prompt: prompt.done, default=None)
 
     # ---------------------------------------------------------------- to the engine
-    def feed(self, link: EngineConnection, capacity: Capacity) -> None:
+    def feed(self, connection: EngineConnection, capacity: Capacity) -> None:
         """This engine is ready for work."""
-        self._link = link
+        self._connection = connection
         self._capacity = capacity
         self._feeding = True
         self._fed = self._calm_since = self.clock()
@@ -221,13 +221,13 @@ class Scheduler:
     def _ask_to_reclaim(self) -> None:
         """Somebody waits for room: the engine should look whether it can make some. It costs it its idle prefixes."""
         now = self.clock()
-        if self._feeding and self._link is not None and now - self._reclaimed >= RECLAIM_SECONDS:
+        if self._feeding and self._connection is not None and now - self._reclaimed >= RECLAIM_SECONDS:
             self._reclaimed = now
-            self._link.send(messages.Reclaim(self._link.epoch))
+            self._connection.send(messages.Reclaim(self._connection.epoch))
 
     def pump(self) -> None:
         """Submits whatever may start now. The only place where a sequence enters an engine."""
-        if not self._feeding or not self.waiting or self._link is None or self._link.lost.done():
+        if not self._feeding or not self.waiting or self._connection is None or self._connection.lost.done():
             return
         room = self._room()
         while (generation := self._next(room)) is not None:
@@ -287,7 +287,7 @@ class Scheduler:
         self.pump()
 
     def _submit(self, generation: Generation) -> None:
-        assert self._link is not None
+        assert self._connection is not None
         generation.taken = False
         if not generation.submitted:
             generation.submitted = self.clock()
@@ -297,7 +297,9 @@ class Scheduler:
         if not self.running:
             self._busy_since = self.clock()
         self.running[generation.seq] = generation
-        self._link.send(messages.Submit(self._link.epoch, generation.seq, generation.sequence, generation.generated))
+        self._connection.send(
+            messages.Submit(self._connection.epoch, generation.seq, generation.sequence, generation.generated)
+        )
 
     # ---------------------------------------------------------------- from the engine
     def taken(self, seq: int) -> None:
@@ -355,9 +357,9 @@ class Scheduler:
     def take_back(self, cause: Cause, *, planned: bool) -> list[Generation]:
         """The engine is lost: all that ran in it will be continued, except those returned, which have to end."""
         lost = list(self.running.values())
-        was_fed = self._link is not None
+        was_fed = self._connection is not None
         self.running.clear()
-        self._link = None
+        self._connection = None
         self._feeding = False
         self._tried = None
         if self._settling is not None:

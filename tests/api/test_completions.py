@@ -62,12 +62,12 @@ async def test_text_and_ids_may_stand_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("wish", [{"n_predict": 5}, {"n_predict": 5, "max_tokens": 7}, {"n_predict": -1}, {}])
-async def test_llama_cpps_limit_holds_where_there_is_no_other(wish: dict[str, int]) -> None:
+async def test_llama_cpps_limit_holds_where_there_is_no_other(options: dict[str, int]) -> None:
     fake = engine()
     async with run_server(fake) as site:
-        assert (await site.complete(**wish)).status_code == 200
+        assert (await site.complete(**options)).status_code == 200
         room = fake.context - len(fake.submits[0].sequence.prompt)
-        expected = wish.get("max_tokens") or {5: 5, -1: room, None: 16}[wish.get("n_predict")]
+        expected = options.get("max_tokens") or {5: 5, -1: room, None: 16}[options.get("n_predict")]
         assert fake.submits[0].sequence.max_tokens == expected
 
 

@@ -53,7 +53,7 @@ def asked(wish: CallWish | None = None, **fields: Any) -> PreparedRequest:
     try:
         return prepared(model, talk, Bounds(tokenizer().vocab_size, 4096), Nothing(), [])
     finally:
-        model.prover.close()
+        model.checker.close()
 
 
 def said(request: PreparedRequest, text: str) -> list[Piece]:

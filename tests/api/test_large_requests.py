@@ -112,7 +112,7 @@ async def test_a_request_that_fits_is_answered_and_one_that_doesnt_is_refused(mo
 async def test_a_schema_that_takes_long_to_check_delays_no_text(monkeypatch):
     checked = threading.Event()
     async with run_server(engine(context=LARGE_BYTES)) as site:
-        monkeypatch.setattr(site.served.prover, "fault", lambda grammar: "" if checked.wait(20) else "late")
+        monkeypatch.setattr(site.served.checker, "fault", lambda grammar: "" if checked.wait(20) else "late")
         form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
         slow = [asyncio.create_task(site.chat(response_format=form)) for _ in range(5)]
         assert (await site.complete("word " * 2_000)).status_code == 200

@@ -50,9 +50,9 @@ async def test_streamed_token_ids_are_the_plain_ones_and_the_prompts_come_first_
 
 async def test_log_probabilities_can_name_tokens_by_their_ids() -> None:
     async with run_server() as site:
-        wish = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        text = (await site.complete(**wish, logprobs=1)).json()["choices"][0]
-        chat = (await site.chat(**wish, logprobs=True, top_logprobs=1)).json()["choices"][0]
+        options = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        text = (await site.complete(**options, logprobs=1)).json()["choices"][0]
+        chat = (await site.chat(**options, logprobs=True, top_logprobs=1)).json()["choices"][0]
     names = [f"token_id:{token}" for token in SAID]
     assert text["logprobs"]["tokens"] == [entry["token"] for entry in chat["logprobs"]["content"]] == names
     assert bytes(chat["logprobs"]["content"][0]["bytes"]) == tokenizer().token_bytes(IDS[0])
@@ -72,12 +72,12 @@ async def test_a_template_can_be_applied_without_generating() -> None:
 async def test_the_tokens_of_a_chats_prompt_are_counted_without_generating() -> None:
     """As llama.cpp does; every field of a chat may come along, and its faults are refused as in a chat."""
     fake = engine()
-    wish = {"messages": USER, "tools": TOOLS, "max_tokens": 5}
+    options = {"messages": USER, "tools": TOOLS, "max_tokens": 5}
     async with run_server(fake) as site:
-        counted = [await site.post(p + "/chat/completions/input_tokens", wish) for p in ("/v1", "")]
+        counted = [await site.post(p + "/chat/completions/input_tokens", options) for p in ("/v1", "")]
         asked = (await site.chat(tools=TOOLS, max_tokens=5)).json()["usage"]["prompt_tokens"]
         assert (await site.post("/v1/chat/completions/input_tokens", {"messages": []})).status_code == 400
-        assert (await site.post("/v1/chat/completions/input_tokens", wish | {"model": "other"})).status_code == 404
+        assert (await site.post("/v1/chat/completions/input_tokens", options | {"model": "other"})).status_code == 404
     assert [answer.json() for answer in counted] == [{"object": "response.input_tokens", "input_tokens": asked}] * 2
     assert len(fake.submits) == 1
 
@@ -113,13 +113,13 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 async def test_reasoning_is_told_apart_or_on_request_not_at_all(thinker: Tokenizer) -> None:
     fake = FakeEngine(vocab_size=thinker.vocab_size, say=says("hm hm</think>Yes.", tokens=thinker))
     async with run_server(fake, tokens=thinker) as site:
-        shown, hidden = [(await site.chat(include_reasoning=wish)).json() for wish in (None, False)]
+        shown, hidden = [(await site.chat(include_reasoning=asked)).json() for asked in (None, False)]
         message = shown["choices"][0]["message"]
         assert message["reasoning_content"] == message["reasoning"] == "hm hm"
         assert hidden["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
         assert hidden["usage"]["completion_tokens_details"]["reasoning_tokens"] > 1
-        for wish, thoughts in ((True, "hm hm"), (False, "")):
-            deltas = [e["choices"][0]["delta"] for e in (await site.stream_chat(include_reasoning=wish))[:-1]]
+        for asked, thoughts in ((True, "hm hm"), (False, "")):
+            deltas = [e["choices"][0]["delta"] for e in (await site.stream_chat(include_reasoning=asked))[:-1]]
             assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thoughts
             assert "".join(delta.get("content") or "" for delta in deltas) == "Yes."
             assert all(deltas[:-1]), "an empty delta says nothing"
@@ -152,9 +152,9 @@ async def test_a_stream_that_holds_much_back_shows_signs_of_life(thinker: Tokeni
 async def test_special_tokens_are_shown_to_who_asks() -> None:
     """Also where they were drawn as tokens of the text; the one that ends an answer is no part of it."""
     async with run_server(engine(say=says("a<|im_start|>b"))) as site:
-        for wish, text in ((True, "ab"), (None, "ab"), (False, "a<|im_start|>b")):
-            chat = (await site.chat(skip_special_tokens=wish)).json()["choices"][0]
-            whole = (await site.complete(skip_special_tokens=wish, logprobs=0)).json()["choices"][0]
+        for asked, text in ((True, "ab"), (None, "ab"), (False, "a<|im_start|>b")):
+            chat = (await site.chat(skip_special_tokens=asked)).json()["choices"][0]
+            whole = (await site.complete(skip_special_tokens=asked, logprobs=0)).json()["choices"][0]
             assert (chat["message"]["content"], whole["text"]) == (text, text)
             assert whole["logprobs"]["text_offset"] == [0, 1, text.index("b")]
 
@@ -167,8 +167,8 @@ async def test_a_bare_prompt_may_come_with_its_own_begin_token(tmp_path: Path) -
     tokens = Tokenizer.load(folder, trust_remote_code=False)
     fake = FakeEngine(vocab_size=tokens.vocab_size, say=says("x", tokens=tokens))
     async with run_server(fake, tokens=tokens) as site:
-        for wish in (None, True, False):
-            await site.complete("a", add_special_tokens=wish)
+        for asked in (None, True, False):
+            await site.complete("a", add_special_tokens=asked)
     bare = tokens.encode("a", bos=False)
     assert [submit.sequence.prompt for submit in fake.submits] == [tokens.encode("a")] * 2 + [bare]
     assert tokens.encode("a") != bare
@@ -189,13 +189,13 @@ async def test_the_tokens_that_may_be_drawn_can_be_named() -> None:
 
 async def test_log_probabilities_of_named_tokens_come_instead_of_the_likeliest_with_the_drawn_one() -> None:
     fake, drawn = engine(), f"token_id:{SAID[0]}"
-    wish = {"logprob_token_ids": [9, 7], "return_tokens_as_token_ids": True, "max_tokens": 1}
+    options = {"logprob_token_ids": [9, 7], "return_tokens_as_token_ids": True, "max_tokens": 1}
     async with run_server(fake) as site:
         for more in ({}, {"top_logprobs": 1}):
-            chat = (await site.chat(logprobs=True, **more, **wish)).json()["choices"][0]["logprobs"]["content"][0]
+            chat = (await site.chat(logprobs=True, **more, **options)).json()["choices"][0]["logprobs"]["content"][0]
             assert [entry["token"] for entry in chat["top_logprobs"]] == [drawn, "token_id:9", "token_id:7"]
-        streamed = (await site.stream_chat(logprobs=True, **wish))[1]["choices"][0]["logprobs"]["content"][0]
-        text = (await site.complete(logprobs=5, **wish)).json()["choices"][0]["logprobs"]["top_logprobs"][0]
+        streamed = (await site.stream_chat(logprobs=True, **options))[1]["choices"][0]["logprobs"]["content"][0]
+        text = (await site.complete(logprobs=5, **options)).json()["choices"][0]["logprobs"]["top_logprobs"][0]
         assert (streamed, list(text)) == (chat, [drawn, "token_id:9", "token_id:7"])
         own = (await site.chat(logprobs=True, logprob_token_ids=[SAID[0]], max_tokens=1)).json()
         assert len(own["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 1
@@ -281,10 +281,10 @@ async def test_usage_in_each_chunk_rises_to_the_whole() -> None:
 
 
 async def test_timings_come_in_every_chunk_but_the_first_and_in_the_plain_answer() -> None:
-    wish = {"timings_per_token": True, "stream_options": {"include_usage": True}}
+    options = {"timings_per_token": True, "stream_options": {"include_usage": True}}
     async with run_server(engine(step_seconds=0.002)) as site:
-        first, *chunks, last, _ = await site.stream_chat(**wish)
-        *texts, _ = await site.stream_text(**wish)
+        first, *chunks, last, _ = await site.stream_chat(**options)
+        *texts, _ = await site.stream_text(**options)
         plain = [(await ask(timings_per_token=True)).json() for ask in (site.chat, site.complete)]
         untold = [(await ask()).json() for ask in (site.chat, site.complete)]
     assert "timings" not in first

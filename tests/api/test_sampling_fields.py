@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from adjusting import reference
 from driving import Rig, prompt, row
+from penalty_reference import reference
 
 from loadtests import harness
 
@@ -55,14 +55,14 @@ def assert_equal(answer: dict[str, Any], length: int, drawn: list[int], logits: 
 def test_what_is_asked_for_alone_and_in_an_uneven_batch_is_what_the_plain_loop_gives(tiny, tmp_path) -> None:
     async def ask(url: str) -> tuple[list[Any], list[Any]]:
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-            bodies = [body(*wish, number) for number, wish in enumerate(WISHES)]
+            bodies = [body(*options, number) for number, options in enumerate(WISHES)]
             alone = [(await client.post("/v1/completions", json=one)).json() for one in bodies]
             together = await asyncio.gather(*[client.post("/v1/completions", json=one) for one in bodies])
             return alone, [answer.json() for answer in together]
 
     with harness.marathon(tiny("llama"), tmp_path / "log", prefix_cache=0) as server:
         alone, together = asyncio.run(ask(f"http://127.0.0.1:{server.port}"))
-    for wish, one, other in zip(WISHES, alone, together, strict=True):
-        wanted = plain_loop(*wish)
-        assert_equal(one, wish[0], *wanted)
-        assert_equal(other, wish[0], *wanted)
+    for options, one, other in zip(WISHES, alone, together, strict=True):
+        wanted = plain_loop(*options)
+        assert_equal(one, options[0], *wanted)
+        assert_equal(other, options[0], *wanted)

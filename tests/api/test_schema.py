@@ -95,15 +95,15 @@ def test_a_value_out_of_range_is_told_in_a_programs_words_too(seed: int, bound: 
 
 
 def test_a_number_without_a_fraction_is_an_integer_however_it_is_spelled() -> None:
-    for model, wish in ((ChatRequest, {"messages": USER}), (CompletionRequest, {"prompt": "a"})):
+    for model, options in ((ChatRequest, {"messages": USER}), (CompletionRequest, {"prompt": "a"})):
         document = model.model_json_schema()["properties"]
         integers = {name for name, field in document.items() if {"type": "integer"}.items() <= _only(field).items()}
         assert len(integers) > 5
         for name in integers:
-            sent = json.dumps({**wish, name: 5.0, "top_p": 1.0}).encode()
+            sent = json.dumps({**options, name: 5.0, "top_p": 1.0}).encode()
             request = body.validate(model, sent)
             assert (getattr(request, name), type(getattr(request, name))) == (5, int)
-            assert fault(model, **wish, **{name: 5.5}).param == name
+            assert fault(model, **options, **{name: 5.5}).param == name
 
 
 def _only(field: dict[str, Any]) -> dict[str, Any]:

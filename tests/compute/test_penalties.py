@@ -5,8 +5,8 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
-from adjusting import VOCAB, reference
 from driving import Rig, prompt, row
+from penalty_reference import VOCAB, reference
 
 from server.compute.penalties import LogitAdjustments
 

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from server.engine.groups import intervals, moved, partition
 from server.engine.plan import Abandon
-from server.engine.stock import growth
+from server.engine.state import growth
 
 
 @dataclass

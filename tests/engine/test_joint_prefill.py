@@ -54,7 +54,7 @@ def lane(inner, way, *, held=lambda one: 0, marks=(), waits=lambda one, mates: F
     return Lane(
         inner, rig.guard, on_begin=begin,
         on_mark=lambda one, length: seen.append((one.seq, length)) if seen is not None else None,
-        cohorts=JointPrefill(way, waits),
+        joint_prefill=JointPrefill(way, waits),
     )  # fmt: skip
 
 

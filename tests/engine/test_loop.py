@@ -32,7 +32,7 @@ from server.text.tokenizer import Tokenizer
 EPOCH = 7
 
 
-class FakeSeam:
+class FakeChannel:
     """Commands that the test puts in, events that the loop sends, and how long the loop was ready to wait."""
 
     def __init__(self):
@@ -91,7 +91,7 @@ class Engine:
                  faults="", chunk_peak=0, tokens=None, residency=None, **settings):  # fmt: skip
         """`residency(settings, snapshot)` makes one that reads what there is; without it memory is never short."""
         self.raw = model(family)
-        self.seam, self.snapshot = FakeSeam(), Snapshot()
+        self.channel, self.snapshot = FakeChannel(), Snapshot()
         self.heartbeat = SimpleNamespace(count=0)
         self.heartbeat.beat = lambda: setattr(self.heartbeat, "count", self.heartbeat.count + 1)
         reads = "padded" if batching == "batched" else "alone"
@@ -100,7 +100,7 @@ class Engine:
         self.loaded = LoadedModel(Flaky(self.raw, fault), {}, 4096, 0, probe)
         self.plan = []  # every operation so far
         self.loop = Loop(
-            self.seam, self.heartbeat, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
+            self.channel, self.heartbeat, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
             self.loaded, self.residency,
             Faults(parse(faults), epoch=1, write_garbage=lambda: None), grammars=tokens and knowing(tokens),
         )  # fmt: skip
@@ -108,7 +108,7 @@ class Engine:
         self.ends, self.failed, self.started, self.preempted, self.rotations = {}, {}, {}, [], []
 
     def submit(self, one, generated=()):
-        self.seam.inbox.append(Submit(EPOCH, one.seq, one.sequence, list(generated)))
+        self.channel.inbox.append(Submit(EPOCH, one.seq, one.sequence, list(generated)))
 
     def turn(self, times=1):
         for _ in range(times):
@@ -118,13 +118,13 @@ class Engine:
 
     def run(self, limit=500):
         self.turn()
-        while self.loop.rows or self.seam.inbox:
+        while self.loop.rows or self.channel.inbox:
             self.turn()
             limit -= 1
             assert limit, "it never ends"
 
     def _take(self):
-        sent, self.seam.sent = self.seam.sent, []
+        sent, self.channel.sent = self.channel.sent, []
         for event in sent:
             assert event.epoch == EPOCH
             if isinstance(event, Steps):
@@ -172,7 +172,7 @@ def assert_all_right(engine, rows, alone, family="llama"):
         assert engine.tokens[one.seq] == alone(one, family), one.seq
         assert engine.ends[one.seq] == "length"
     assert engine.loop.rows == {}
-    assert engine.loop.stock.is_empty
+    assert engine.loop.engine_state.is_empty
 
 
 # ---------------------------------------------------------------- in and out
@@ -198,7 +198,7 @@ def test_a_model_that_does_not_batch_serves_all_rows_in_turns(alone):
     for one in rows:
         engine.submit(one)
     engine.turn(3)
-    assert len(engine.loop.stock.batches) == 3
+    assert len(engine.loop.engine_state.batches) == 3
     engine.run()
     assert_all_right(engine, rows, alone, "llama4")
 
@@ -255,16 +255,16 @@ def test_a_cancelled_row_is_gone_in_every_phase(alone):
         engine.submit(one)
     engine.turn()
     for one in (waiting, reading, decoding):
-        engine.seam.inbox.append(Cancel(EPOCH, one.seq))
+        engine.channel.inbox.append(Cancel(EPOCH, one.seq))
     seen = len(engine.tokens[2])
     engine.run()
     assert len(engine.tokens[2]) == seen
     assert set(engine.tokens) == {2, 3}
     assert engine.tokens[3] == Rig("llama").alone(other)[0]
-    engine.seam.inbox.append(Cancel(EPOCH, 3))
-    engine.seam.inbox.append(Cancel(EPOCH, 99))
+    engine.channel.inbox.append(Cancel(EPOCH, 3))
+    engine.channel.inbox.append(Cancel(EPOCH, 99))
     engine.turn(2)
-    assert engine.seam.waits[-1] == IDLE_SECONDS
+    assert engine.channel.waits[-1] == IDLE_SECONDS
 
 
 def test_a_first_token_is_told_before_the_next_chunk_of_a_longer_prompt(alone):
@@ -275,7 +275,7 @@ def test_a_first_token_is_told_before_the_next_chunk_of_a_longer_prompt(alone):
     engine.turn()
     assert engine.tokens == {0: alone(short)[:1]}
     engine.turn()
-    assert engine.loop.stock.prefilling, "the long one is still being read"
+    assert engine.loop.engine_state.prefilling, "the long one is still being read"
     engine.submit(later)
     while 2 not in engine.tokens:
         chunks = engine.heartbeat.count
@@ -316,7 +316,7 @@ def until_told(engine, seq, count):
         if len(engine.tokens[seq]) >= count:
             break
         engine.turn()
-    engine.seam.inbox.append(Cancel(EPOCH, seq))
+    engine.channel.inbox.append(Cancel(EPOCH, seq))
     engine.turn()
 
 
@@ -347,7 +347,7 @@ def test_a_prompt_whose_reader_left_is_read_on_where_it_was_left(family, alone):
     engine.submit(row(1, prompt(300), max_tokens=8))
     engine.turn(3)
     assert not engine.tokens[1]
-    engine.seam.inbox.append(Cancel(EPOCH, 1))
+    engine.channel.inbox.append(Cancel(EPOCH, 1))
     engine.submit(again := row(2, prompt(300), max_tokens=8))
     engine.run()
     assert engine.started[2].cached >= 64
@@ -428,7 +428,7 @@ def test_a_prompt_is_read_in_chunks_that_memory_has_room_for(alone):
 
 def test_drain_ends_the_loop():
     engine = Engine()
-    engine.seam.inbox.append(Drain(EPOCH))
+    engine.channel.inbox.append(Drain(EPOCH))
     engine.loop.run()
 
 
@@ -491,8 +491,8 @@ def test_while_a_grammar_is_compiled_others_run_and_nobody_spins(alone, monkeypa
     engine.submit(free)
     engine.turn(15)
     assert engine.tokens[1] == alone(free)
-    assert engine.seam.waits[-1] == WAIT_SECONDS
-    engine.seam.inbox.append(Cancel(EPOCH, 0))
+    assert engine.channel.waits[-1] == WAIT_SECONDS
+    engine.channel.inbox.append(Cancel(EPOCH, 0))
     engine.turn()
     assert engine.loop.rows == {}
 
@@ -509,7 +509,7 @@ def test_a_grammar_that_is_compiled_for_ever_ends_its_row_and_the_process(alone,
         engine.turn()
         assert begun.wait(5)
         if leaves:
-            engine.seam.inbox.append(Cancel(EPOCH, 0))
+            engine.channel.inbox.append(Cancel(EPOCH, 0))
         while not engine.rotations:
             engine.turn()
         engine.turn(12)
@@ -720,7 +720,7 @@ def test_any_schedule_of_arrivals_cancels_resumes_and_faults_gives_every_row_its
             engine.submit(one, before[one.seq])
         if rows and rng.random() < 0.06:
             cancelled.add(seq := rng.randrange(len(rows)))
-            engine.seam.inbox.append(Cancel(EPOCH, seq))
+            engine.channel.inbox.append(Cancel(EPOCH, seq))
         engine.turn()
     engine.run()
     assert engine.failed == {}
@@ -729,7 +729,7 @@ def test_any_schedule_of_arrivals_cancels_resumes_and_faults_gives_every_row_its
         whole = alone(one, family)
         assert text == whole[: len(text)]
         assert one.seq in cancelled or text == whole
-    assert engine.loop.stock.is_empty
+    assert engine.loop.engine_state.is_empty
     assert engine.snapshot.pending == 0
 
 

@@ -181,7 +181,7 @@ def test_rows_of_other_lengths_get_a_batch_of_their_own_and_move_where_that_pays
     engine.turn()
     engine.submit(1, 10)
     assert Join(2, (1,)) in engine.turn()
-    assert {tuple(batch) for batch in engine.loop.stock.batches} == {(0,), (1,)}
+    assert {tuple(batch) for batch in engine.loop.engine_state.batches} == {(0,), (1,)}
 
 
 def test_a_row_that_ends_leaves_and_what_it_read_is_kept():
@@ -249,7 +249,7 @@ def test_every_plan_can_be_carried_out_and_ends_every_row(arrivals, group_bytes,
             break
         engine.turn()
     assert engine.loop.rows == {}
-    assert engine.loop.stock.is_empty
+    assert engine.loop.engine_state.is_empty
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -263,4 +263,4 @@ def test_a_plan_can_be_printed_and_carried_out_again(number):
     again.rows = {seq: row(seq, prompt(20 + seq)) for seq in range(number)}
     for operation in plan:
         again.run(operation)
-    assert [batch.seqs for batch in again.batches.values()] == engine.loop.stock.batches
+    assert [batch.seqs for batch in again.batches.values()] == engine.loop.engine_state.batches

@@ -181,7 +181,7 @@ class Together(Bench):
     def __init__(self, clock, cost, monkeypatch, new=0.0):
         super().__init__(clock, lambda tokens, position: 0.0)
         self.share, self.new, self.known = cost, new, set()
-        self.lane = self.make_lane(cohorts=JointPrefill("padded"))
+        self.lane = self.make_lane(joint_prefill=JointPrefill("padded"))
         monkeypatch.setattr(module, "read_together", self.read_together)
 
     def __call__(self, inputs, cache=None):
@@ -288,18 +288,18 @@ def test_one_slow_first_time_does_not_rule_a_chunk_length_out_for_ever(clock):
 
 
 def test_a_few_tokens_say_nothing_of_the_pace_of_many():
-    pace = ChunkTiming()
-    assert pace.seconds(64) is None
-    pace.learn(3, 0.020)
-    assert pace.seconds(2048) >= 0.020 * 2048 / 3 * 0.99, "while nothing else is known: the careful guess"
+    timing = ChunkTiming()
+    assert timing.seconds(64) is None
+    timing.learn(3, 0.020)
+    assert timing.seconds(2048) >= 0.020 * 2048 / 3 * 0.99, "while nothing else is known: the careful guess"
     for _ in range(8):
-        pace.learn(256, 0.050)
-    known = pace.seconds(256)
+        timing.learn(256, 0.050)
+    known = timing.seconds(256)
     for _ in range(20):
-        pace.learn(5, 0.019)
-    assert pace.seconds(256) == known == pytest.approx(0.050)
-    pace.learn(100, 0.050)
-    assert pace.seconds(64) < 0.050
+        timing.learn(5, 0.019)
+    assert timing.seconds(256) == known == pytest.approx(0.050)
+    timing.learn(100, 0.050)
+    assert timing.seconds(64) < 0.050
 
 
 # ---------------------------------------------------------------- fairness

@@ -118,6 +118,6 @@ async def test_a_schema_that_crashes_the_check_is_refused_and_the_server_goes_on
         assert answer.status_code == 400
         assert "schema" in answer.json()["error"]["param"]
         assert (await site.chat()).status_code == 200
-        await asyncio.to_thread(site.served.prover.fault, lark('start: "a"'))
-        pid = site.served.prover.pid
+        await asyncio.to_thread(site.served.checker.fault, lark('start: "a"'))
+        pid = site.served.checker.pid
     assert sys.platform != "linux" or not Path(f"/proc/{pid}").exists()

@@ -622,12 +622,12 @@ async def test_32_rows_at_300_steps_a_second_take_well_below_a_fifth_of_a_core(f
     async with supervise(fake, Recorded()) as supervisor:
         lives = [supervisor.open([endless(i)], endpoint="chat") for i in range(32)]
         await until(lambda: len(fake.rows) == 32 and all(live.generations[0].generated for live in lives))
-        link, seqs = supervisor._engines.link, sorted(fake.rows)
-        assert isinstance(link, EngineConnection)
+        connection, seqs = supervisor._engines.connection, sorted(fake.rows)
+        assert isinstance(connection, EngineConnection)
         frames = [framing.pack(messages.Steps(1, seqs, [n] * 32)) for n in range(300)]
         began = time.process_time()
         for frame in frames:
-            link._take(frame)
+            connection._take(frame)
         seconds = time.process_time() - began
         assert all(len(live.generations[0].generated) >= 301 for live in lives)
         for live in lives:

@@ -44,13 +44,13 @@ class Lane:
     """
 
     def __init__(self, model, guard, *, on_begin, on_chunk=lambda *_: None, on_mark=lambda *_: None,
-                 most=lambda: 8 * LARGEST_CHUNK, cohorts=None, clock=perf_counter):  # fmt: skip
+                 most=lambda: 8 * LARGEST_CHUNK, joint_prefill=None, clock=perf_counter):  # fmt: skip
         self.rows, self.plan = {}, []
         self._marks = {}
         self._on_begin, self._on_chunk, self._on_mark = on_begin, on_chunk, on_mark
         self._most, self._clock = most, clock
         self.executor = Executor(model, guard, PrefixCache(0, Snapshot()), self.rows)
-        self.prefill = Prefill(self, cohorts or JointPrefill("alone"), lambda room, held: room)
+        self.prefill = Prefill(self, joint_prefill or JointPrefill("alone"), lambda room, held: room)
 
     def __len__(self):
         return len(self.prefill)

@@ -56,7 +56,7 @@ class Walker:
         self.rows = rows or self.tokenizer.vocab_size
         self._likely = [self._ids(text) for text in likely]
         served = build(FakeEngine(vocab_size=self.rows), self.tokenizer)
-        self._served = replace(served, prover=InProcess())  # type: ignore[arg-type]
+        self._served = replace(served, checker=InProcess())  # type: ignore[arg-type]
         self._grammars = knowing(self.tokenizer.token_table())
         self._grammars.rows = self.rows
 

@@ -86,16 +86,16 @@ def _wishes(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, s
 
 
 def _response_format(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, str], AnswerForm]]]:
-    wish = request.response_format
-    if wish is None or wish.type == "text":
+    options = request.response_format
+    if options is None or options.type == "text":
         return []
-    if wish.type == "json_schema":
-        if wish.json_schema is None:
+    if options.type == "json_schema":
+        if options.json_schema is None:
             message = "response_format: type json_schema needs json_schema"
             raise InvalidValue(message, param="response_format.json_schema")
-        return [("response_format.json_schema.schema", wish.json_schema.schema_, _json)]
-    if wish.schema_ is not None:
-        return [("response_format.schema", wish.schema_, _json)]
+        return [("response_format.json_schema.schema", options.json_schema.schema_, _json)]
+    if options.schema_ is not None:
+        return [("response_format.schema", options.schema_, _json)]
     return [("response_format", True, _any_object)]
 
 

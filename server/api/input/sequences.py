@@ -83,12 +83,12 @@ def sampling(request: GenerationRequest, tokenizer: Tokenizer, bounds: Bounds) -
     )
 
 
-def seed(wish: int | None) -> int:
+def seed(given: int | None) -> int:
     """64 bits: the client's, or drawn here, so that a continuation elsewhere draws the same tokens. -1 asks for that,
     as it does from llama.cpp and vLLM, whose clients send it by default."""
-    if wish is None or wish == ANY_SEED:
+    if given is None or given == ANY_SEED:
         return secrets.randbits(SEED_BITS)
-    return wish & ((1 << SEED_BITS) - 1)
+    return given & ((1 << SEED_BITS) - 1)
 
 
 def stop_ids(request: GenerationRequest, tokenizer: Tokenizer, bounds: Bounds) -> list[int]:

@@ -9,20 +9,20 @@ from __future__ import annotations
 from server.engine.outbox import Outbox
 from server.engine.plan import ClearPool, EvictPrefixes, Flush
 from server.engine.runner import Runner
-from server.engine.stock import EngineState
+from server.engine.state import EngineState
 from server.memory.pressure import BUFFERS, PressureAction, Verb
 from server.memory.residency import Residency
 
 
-class Relief:
+class PressureResponse:
     """Acts on pressure; it is the `Holdings` that residency asks. Owned by the loop."""
 
     def __init__(
-        self, residency: Residency, runner: Runner, stock: EngineState, outbox: Outbox, buffer_limit: int | None
+        self, residency: Residency, runner: Runner, engine_state: EngineState, outbox: Outbox, buffer_limit: int | None
     ) -> None:
         self._residency = residency
         self._runner = runner
-        self._stock = stock
+        self._engine_state = engine_state
         self._outbox = outbox
         # Metal refuses what is beyond its limit, our own count refuses nothing: given a limit, we act as Metal does.
         self._enforced: int | None = None
@@ -37,7 +37,7 @@ class Relief:
     def due(self) -> list[PressureAction]:
         """Take a reading if one is due, free what can be freed without a loss, and return what else must be done:
         preemptions."""
-        self._stock.count()
+        self._engine_state.count()
         acts = self._residency.tick(self)
         return [rest for act in acts for rest in self._settle(act)]
 
@@ -56,10 +56,10 @@ class Relief:
 
     # ------------------------------------------------------------ holdings
     def kv_bytes(self) -> int:
-        return self._stock.kv_bytes()
+        return self._engine_state.kv_bytes()
 
     def growth(self) -> int:
-        return self._stock.growth()
+        return self._engine_state.growth()
 
     def flush(self) -> None:
         self._runner.run(Flush())
