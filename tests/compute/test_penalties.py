@@ -45,7 +45,7 @@ def made(seq, wish, rng):
 
 
 def adjustments(*rows):
-    return LogitAdjustments([(one.sequence, one.tokens, one.adjust) for one in rows])
+    return LogitAdjustments([(one.sequence, one.tokens, one.penalty_counts) for one in rows])
 
 
 def draw(adjust, rows, rng):
@@ -83,12 +83,12 @@ def test_any_mix_equals_the_reference_through_joins_leaves_and_moves(seed):
             batches[here] = adjust.filter(keep), [rows[i] for i in keep]
         elif act == "move" and rows:
             i = rng.randrange(len(rows))
-            moved, moved.adjust = rows[i], adjust.extract(i)
+            moved, moved.penalty_counts = rows[i], adjust.extract(i)
             keep = [j for j in range(len(rows)) if j != i]
             batches[here] = adjust.filter(keep), [rows[j] for j in keep]
             other, others = batches[1 - here]
             batches[1 - here] = other.join(adjustments(moved)), [*others, moved]
-            moved.adjust = None
+            moved.penalty_counts = None
         for adjust, rows in batches:
             if rows:
                 assert_adjusted(adjust, rows)
