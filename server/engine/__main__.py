@@ -65,7 +65,7 @@ def run(channel: Channel, start: Start, settings: Settings) -> int:
     heartbeat.enter("importing MLX and the models' code")
     fault.at_start()
     with open_files.kept():
-        from server.engine import loop  # MLX and the model code load here, with the pulse already beating
+        from server.engine import loop  # MLX and the model code load here, with the heartbeat already sent
 
     try:
         engine = loop.open_loop(channel, heartbeat, snapshot, start, settings, fault)

@@ -1,4 +1,4 @@
-"""The engine's end of the socket, and its pulse.
+"""The engine's end of the socket, and its heartbeat.
 
 Owns the reader thread, which takes commands and ends the process at EOF so that no engine outlives its server, and
 the writer thread, which sends progress each second, also while the main thread is stuck. Never touches MLX.
@@ -51,7 +51,7 @@ class Channel:
                 for frame in frames.feed(data):
                     self._take(framing.unpack_command(frame))
         except (OSError, framing.TornFrame) as error:
-            log.error("the server's side of the seam is broken: %s", error)
+            log.error("the connection to the server is broken: %s", error)
         os._exit(0)  # the server is gone; whatever the main thread does, nobody waits for it
 
     def _take(self, command: Command) -> None:

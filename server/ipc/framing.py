@@ -20,7 +20,7 @@ _events = msgspec.msgpack.Decoder(Event)
 
 
 class TornFrame(ValueError):
-    """Bytes on the seam are no message: garbage, or a length that no message has."""
+    """Bytes on the socket are no message: garbage, or a length that no message has."""
 
 
 def pack(message: Command | Event) -> bytes:

@@ -110,7 +110,7 @@ class EngineConnection:
     def __init__(self, engine: Engine, epoch: int, on_event: Callable[[messages.Event], None]) -> None:
         self.epoch = epoch
         self.pid = engine.pid
-        self.garbage: str | None = None  # what made the bytes on the seam no message
+        self.garbage: str | None = None  # what made the bytes on the socket no message
         self._engine = engine
         self._on_event = on_event
         self._frames = framing.Frames()

@@ -1,7 +1,8 @@
 """One engine's signs of life, and when they are too old.
 
 Owns the times of one engine: when it was started and ready, when it was heard of last, when it last got anything done.
-No clock of its own, no timers, no process; event-loop thread only. What follows from its judgement is `succession`'s.
+No clock of its own, no timers, no process; event-loop thread only. What follows from its judgement
+is `engine_lifecycle`'s.
 
 Three silences are told apart. An engine that starts has `start_seconds`. One that works must get something done within
 the stall limit. And an engine says each second that it is there, whatever it does; one that was given nothing to do and

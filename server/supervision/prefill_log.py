@@ -48,7 +48,7 @@ class _Course:
 
 
 class PrefillLog:
-    """A line every ten seconds for each prompt that is being read; mutable, owned by the succession."""
+    """A line every ten seconds for each prompt that is being read; mutable, owned by the engine lifecycle."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -1,7 +1,7 @@
 """The server's side of inference: takes sequences, keeps them going whatever happens to the engine, gives ids back.
 
 Owns the request's way in (refusals before any work) and the server's way out (drain). Event-loop thread only. Engines
-are `succession`'s, live generations `scheduler`'s. It knows no text and no HTTP, and evaluates no array.
+are `engine_lifecycle`'s, live generations `scheduler`'s. It knows no text and no HTTP, and evaluates no array.
 """
 
 from __future__ import annotations

@@ -296,4 +296,4 @@ def test_what_is_no_command_ends_the_engine(start):
     engine = start()
     engine.socket.sendall(b"\x00\x00\x00\x03abc")
     assert engine.process.wait(PATIENCE) == 0
-    assert b"seam is broken" in engine.process.stderr.read()
+    assert b"connection to the server is broken" in engine.process.stderr.read()
