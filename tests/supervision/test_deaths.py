@@ -11,6 +11,7 @@ from supervising import Recorded, collect, endless, first_tokens, sequence, supe
 from virtual_time import played
 
 from server.errors import FatalPrompt, GenerationError, NotReady, StartupError
+from server.ipc.snapshot import Snapshot
 from server.settings import load
 from server.supervision import engine_lifecycle
 from server.supervision.supervisor import Supervisor
