@@ -164,8 +164,8 @@ def count(rows: Rows) -> Finding:
     for (device,) in groups(rows, "device"):
         finding.plots += _curve(device, {key: value for key, value in curves.items() if key[0] == device})
     finding.answer = [
-        f"Curves that came to their end: {len(curves)}. From the second thousand to the last the count of live buffers grew "
-        f"by {cell(_growth(curves.values()))} at most in those that were counted.",
+        f"Curves that came to their end: {len(curves)}. From the second thousand to the last the count of "
+        f"live buffers grew by {cell(_growth(curves.values()))} at most in those that were counted.",
         "The corrected ratio is the last thousand's speed over the second's, times how much slower mlx-lm's bare step "
         "is over a fresh cache of that length than over one of 1,500 positions: 1 says that age costs nothing. A "
         "sampled curve takes some steps of some thousands, on caches filled up to there, and says nothing about age.",
@@ -249,8 +249,8 @@ def cache_kinds(rows: Rows) -> Finding:
         plot = Plot(f"Peak memory, {shape}, {device}", "prompt, tokens", "peak of MLX's memory, MiB", series)
         finding.plots.append(("Peak of a generation of 128 tokens, weights included.", plots.curves(plot)))
     finding.answer = [
-        "MLX's concatenation always gives a contiguous array, so that a contiguous copy after it copies nothing: decode "
-        "with it was measured, the machine's noise included, "
+        "MLX's concatenation always gives a contiguous array, so that a contiguous copy after it copies nothing: "
+        "decode with it was measured, the machine's noise included, "
         f"{_spread(cases, 'contiguous', 'concatenate')} times as fast as without. What is left is the copy of the "
         "whole cache at each step. The step-allocated cache has none and decodes "
         f"{_spread(cases, 'step', 'concatenate')} times as fast as the concatenating one.",
