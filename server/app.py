@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import server
-from server.api import chat, completions, health, models, openapi, responses, status, tokenize
+from server.api import chat, completions, health, messages, models, openapi, responses, status, tokenize
 from server.api.context import AppContext
 from server.api.input import generic_tools
 from server.api.middleware.access import Access, Heads, refusal
@@ -47,7 +47,14 @@ def create_app(served: AppContext) -> FastAPI:
     )
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     for prefix in ("/v1", ""):  # the latter for clients whose base URL lacks it
-        for routes in (chat.routes, completions.routes, responses.routes, models.routes, tokenize.counting):
+        for routes in (
+            chat.routes,
+            completions.routes,
+            responses.routes,
+            messages.routes,
+            models.routes,
+            tokenize.counting,
+        ):
             app.include_router(routes(served, prefix), include_in_schema=bool(prefix))
     app.include_router(tokenize.routes(served))
     app.include_router(health.routes(served))
@@ -109,7 +116,7 @@ def _add_middleware(app: FastAPI, served: AppContext) -> None:
             allow_credentials="*" not in settings.cors_origins,  # cookies of a proxy before us: only for named pages
             allow_headers=["*"],  # answered with the names that were asked for: `*` alone wouldn't cover Authorization
             allow_private_network=True,
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     app.add_middleware(Names, settings=settings)
     app.add_middleware(Access, counts=served.metrics, lines=settings.access_log)

@@ -27,7 +27,7 @@ __all__ = ["CONTENT_TYPE", "ENDPOINTS", "REJECTIONS", "EngineView", "Metrics"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 OTHER = "other"
-GENERATING = ("chat", "completions", "responses")
+GENERATING = ("chat", "completions", "responses", "messages")
 ENDPOINTS = (*GENERATING, OTHER)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CLIENT_GONE = 499

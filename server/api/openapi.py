@@ -15,8 +15,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
+from server.api.input.messages_schema import MessagesPrompt, MessagesRequest
 from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
+from server.api.output.messages_schema import AnthropicErrorBody, MessageEvent
 from server.api.output.responses_schema import ResponseEvent
 from server.api.output.schema import ChatCompletionChunk, ErrorBody, TextCompletion
 from server.api.output.sse import encode
@@ -28,8 +30,16 @@ REQUESTS: list[type[BaseModel]] = [
     DetokenizeRequest,
     TemplateRequest,
     ResponsesRequest,
+    MessagesRequest,
+    MessagesPrompt,
 ]
-CHUNKS: list[type[BaseModel]] = [ChatCompletionChunk, TextCompletion, ResponseEvent]
+CHUNKS: list[type[BaseModel]] = [
+    ChatCompletionChunk,
+    TextCompletion,
+    ResponseEvent,
+    MessageEvent,
+    AnthropicErrorBody,
+]
 REASONS = {
     400: "a value can't be taken, or what it asks for isn't offered",
     401: "an API key is needed",
@@ -46,10 +56,10 @@ REASONS = {
 GENERATION = (400, 404, 408, 413, 415, 429, 503)
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def errors(*statuses: int, form: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """Documentation of a route's error answers; those that any route may give are added."""
     every = sorted({*statuses, 401, 403, 405, 500})
-    return {status: {"model": ErrorBody, "description": REASONS[status]} for status in every}
+    return {status: {"model": form, "description": REASONS[status]} for status in every}
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import server
+from server.api.middleware import anthropic_errors
 from server.api.middleware.security import Names
 from server.errors import Draining, NotReady, RequestError
 from server.metrics import Metrics
@@ -59,21 +60,21 @@ class Entrance:
             return
         if self._app is None and scope["path"] in PROBES:
             fault = self._names.fault(scope)
-            await (_refusal(fault) if fault else self._tell(scope["path"]))(scope, receive, send)
+            await (_refusal(fault, scope) if fault else self._tell(scope))(scope, receive, send)
             return
         await self._decided.wait()
         if self._app is not None:
             await self._app(scope, receive, send)
         elif self._fault is not None:
-            await _refusal(self._fault)(scope, receive, send)
+            await _refusal(self._fault, scope)(scope, receive, send)
 
-    def _tell(self, path: str) -> Response:
-        if path == "/live":
+    def _tell(self, scope: Scope) -> Response:
+        if scope["path"] == "/live":
             return JSONResponse({"status": "live"})
         reason = f"The model isn't loaded yet: {self._startup.reason}"
-        if path == "/health":
+        if scope["path"] == "/health":
             return JSONResponse({"status": "not ready", "reason": reason, "version": server.__version__})
-        return _refusal(NotReady(reason, retry_after=RETRY_SECONDS))
+        return _refusal(NotReady(reason, retry_after=RETRY_SECONDS), scope)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -158,5 +159,7 @@ class Entrance:
             self._decided.set()
 
 
-def _refusal(error: RequestError) -> Response:
+def _refusal(error: RequestError, scope: Scope) -> Response:
+    if scope["path"] in anthropic_errors.PATHS:
+        return JSONResponse(anthropic_errors.body(error), anthropic_errors.status(error), error.headers())
     return JSONResponse(error.body(), error.status, error.headers())

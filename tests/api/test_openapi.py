@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from serving import MODEL, USER, build, engine, run_server, tokenizer
 
 from server.api import openapi
+from server.api.input.messages_schema import MessagesRequest
 from server.api.input.schema import ChatRequest, CompletionRequest
 from server.app import create_app
 from server.ipc.snapshot import Action, Finding, GroupState
@@ -32,7 +33,11 @@ async def test_the_document_describes_every_route_field_and_status() -> None:
         document = (await site.client.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     assert references(document) <= {f"#/components/schemas/{name}" for name in schemas}
-    for path, model in (("/v1/chat/completions", ChatRequest), ("/v1/completions", CompletionRequest)):
+    for path, model in (
+        ("/v1/chat/completions", ChatRequest),
+        ("/v1/completions", CompletionRequest),
+        ("/v1/messages", MessagesRequest),
+    ):
         route = document["paths"][path]["post"]
         assert set(route["responses"]) == GENERATION
         assert set(route["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.middleware import anthropic_errors
 from server.errors import Draining, InternalError, RequestError
 
 access_log = logging.getLogger("marathon.access")
@@ -60,8 +61,12 @@ def record_of(scope: Scope) -> Record:
 
 def refusal(scope: Scope, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
     """The answer with the error's status and body; the error is noted in the record."""
-    record_of(scope).error = error
-    return JSONResponse(error.body(), error.status, {**(headers or {}), **error.headers()})
+    record = record_of(scope)
+    record.error = error
+    told = {**(headers or {}), **error.headers()}
+    if scope["path"] in anthropic_errors.PATHS:
+        return JSONResponse(anthropic_errors.body(error, record.request_id), anthropic_errors.status(error), told)
+    return JSONResponse(error.body(), error.status, told)
 
 
 async def cut(scope: Scope, receive: Receive) -> None:
@@ -114,7 +119,10 @@ class Access:
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                named = MutableHeaders(scope=message)
+                named["x-request-id"] = record.request_id
+                if scope["path"] in anthropic_errors.PATHS:
+                    named["request-id"] = record.request_id
             await send(message)
 
         try:
