@@ -30,7 +30,7 @@ OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": 
 NO_FORCING = '%llguidance {"no_forcing": true}'
 MAX_CALLS = 16
 MAX_LOOKS = 200  # at parts of a schema, in search of the one at fault
-LOOK_SECONDS = 0.5  # for the check of the schema and that search: a part may take as long to check as the whole
+LOOK_SECONDS = 1.0  # of that search, which ends with the look under way: one may take as long as that at the whole
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 Tag = tuple[str | int, ...]  # texts in ordinary tokens, and the ids of control tokens
 
@@ -202,13 +202,12 @@ def check(schema: Any, param: str, prove: Prove = checker.fault) -> None:
     """Raises InvalidValue, naming the innermost place at fault, when a schema can't be enforced."""
     if schema is False:
         raise InvalidValue(f"{param}: no answer could follow the schema `false`", param=param)
-    until = monotonic() + LOOK_SECONDS
     try:
         fault = _fault(f"start: {json_rule(schema)}", prove)
     except RecursionError:
         fault = "it is nested too deeply"
     if fault:
-        place, inner = _innermost(schema, param, fault, prove, until)
+        place, inner = _innermost(schema, param, fault, prove)
         raise InvalidValue(f"{place}: this schema can't be enforced: {inner}", param=place)
 
 
@@ -220,8 +219,9 @@ def _fault(lark: str, prove: Prove) -> str:
     return " ".join(first.partition("\n   1 |")[0].split())[:500]
 
 
-def _innermost(schema: Any, place: str, fault: str, prove: Prove, until: float) -> tuple[str, str]:
+def _innermost(schema: Any, place: str, fault: str, prove: Prove) -> tuple[str, str]:
     """Goes down as long as a part is at fault by itself and there is time."""
+    until = monotonic() + LOOK_SECONDS
     looks = MAX_LOOKS
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
     found = True

@@ -190,11 +190,21 @@ class Tokenizer:
         Raises InvalidValue when the model has no template, or with the template's words when it refuses, and
         ContextLengthError for a prompt that is far longer than `most` tokens, without reading all of it.
         """
+        if most is not None:
+            self._check_lengths(messages, most)
         begins = begin_answer and not continue_final_message
         made = self._template.render(messages, tools, kwargs or {}, reasoning_effort, continue_final_message, begins)
         ids, counts = self.encoder.encode_marked(made.text, made.places, most=most)
         marks = sorted({*(count for count in counts if count >= _WORTH_A_MARK), len(ids)})
         return ChatPrompt(ids, marks, made.reasoning, made.settled)
+
+    def _check_lengths(self, messages: list[Message], most: int) -> None:
+        """Raises for what the user says where it can't fit by itself. No template leaves any of it out but the blanks
+        around it, and rendering 30 MB takes many times as long as finding this out."""
+        for message in messages:
+            content = message.get("content")
+            if message["role"] == "user" and isinstance(content, str):
+                self.encoder.check_length(content.strip(), most)
 
     # ---------------------------------------------------------------- ids → text
     def token_bytes(self, token: int) -> bytes:

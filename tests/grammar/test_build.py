@@ -183,7 +183,7 @@ def test_the_search_for_the_place_at_fault_ends_soon() -> None:
         schema = {"properties": {"a": schema}}
     with pytest.raises(InvalidValue, match="it can't"):
         build.answer(schema, param="schema", prove=prove)
-    assert asked <= 7
+    assert asked <= 8
 
 
 def test_a_model_whose_calls_are_no_json_cannot_be_forced() -> None:

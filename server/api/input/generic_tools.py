@@ -11,7 +11,7 @@ import contextlib
 import json
 from typing import Any
 
-from server.text.templates.turn import TYPED, Message
+from server.text.templates.turn import OWN, Message
 from server.text.tokenizer import Tokenizer, ToolFormat
 
 Tools = list[dict[str, Any]] | None
@@ -86,13 +86,17 @@ def _plain(message: Message, start: str, end: str, results: bool) -> Message:
         between = ""
         if number:
             between = "\n"
-        said += [_part(f"{between}{start}\n"), _part(call) | {TYPED: True}, _part(f"\n{end}")]
+        said += [_tag(f"{between}{start}\n"), _part(call), _tag(f"\n{end}")]
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
     return kept | {"content": said}
 
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
+
+
+def _tag(text: str) -> dict[str, Any]:
+    return _part(text) | {OWN: True}
 
 
 def _call(function: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ _OURS |= {"return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt as text, typed parts still shielded.
+    """A prompt as text, what isn't the template's own still shielded.
 
     Attributes:
         places: positions in `text` that later prompts are likely to share, ascending.
@@ -76,7 +76,7 @@ class ChatTemplate:
         begins: bool,
     ) -> RenderedPrompt:
         """Raises InvalidValue with the template's own words when it refuses."""
-        said = fit(messages, self.able, self._shield)
+        said = fit(messages, self.able, self._shield, self._think)
         none: list[Any] | None = None
         if self.able.listed:
             none = []
@@ -92,7 +92,7 @@ class ChatTemplate:
             return self._render([_formed(m, form) for m in history], tools=given, **mode, **extra)
 
         text, form = _first(attempt, _forms(said))
-        [alone] = fit(messages[-1:], Abilities(), self._shield)
+        [alone] = fit(messages[-1:], Abilities(), self._shield, self._think)
         other = _probe(attempt, form, said, alone["content"])
         if not other:
             return self._read(text, 0, 0, continuing)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from server.text.templates.abilities import Abilities
-from server.text.templates.turn import Message, Turn, message, turns
+from server.text.templates.turn import Message, Think, Turn, message, turns
 from server.text.tokens.encoding import Shield
 
 Turns = list[Turn]
@@ -20,9 +20,9 @@ Turns = list[Turn]
 _HOSTS = ("user", "tool")  # roles whose turns take in what a template has no place for
 
 
-def fit(messages: Iterable[Message], able: Abilities, shield: Shield) -> list[Message]:
-    """The same conversation in messages that a template takes, typed text shielded."""
-    said = turns(messages, shield)
+def fit(messages: Iterable[Message], able: Abilities, shield: Shield, think: Think | None = None) -> list[Message]:
+    """The same conversation in messages that a template takes, text shielded. `think`: the tags around reasoning."""
+    said = turns(messages, shield, think)
     front = next((n for n, turn in enumerate(said) if turn.role != "system"), len(said))
     systems = said[:front]
     rest = said[front:]

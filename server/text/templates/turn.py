@@ -1,7 +1,9 @@
 """One turn of a conversation: a message on its way from the client to the chat template.
 
-Owns the border between what somebody typed, which is shielded here, and what the assistant wrote itself, whose control
-tokens were its own. Runs in the server's worker thread; pure. Never decides which turns a template can take.
+Owns the border between text, which is shielded here, and what structures a turn. The assistant's text is shielded like
+any other: an answer may quote a control token, and a client sends back what it read. Only reasoning that it begins with
+keeps its tags, by which templates know it. Runs in the server's worker thread; pure. Never decides which turns a
+template can take.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from server.text.tokens.encoding import Shield, clean
 
 Message = dict[str, Any]
 
-TYPED = "typed"  # in a part of the assistant's content: text that isn't its own
+OWN = "own"  # in a part of the assistant's content: tags that the server wrote, never a client
+Think = tuple[str, str]  # the tags around reasoning
 BETWEEN = "\n\n"  # texts of several turns that become one
 _ROLES = {"developer": "system", "function": "tool"}
 _REASONING = ("reasoning_content", "reasoning")
@@ -49,34 +52,50 @@ class Turn:
 
 
 # ---------------------------------------------------------------- messages → turns
-def turns(messages: Iterable[Message], shield: Shield) -> list[Turn]:
+def turns(messages: Iterable[Message], shield: Shield, think: Think | None = None) -> list[Turn]:
     """A client's messages as turns, one for one."""
-    return [_turn(message, shield) for message in _named(messages)]
+    return [_turn(message, shield, think) for message in _named(messages)]
 
 
-def _turn(message: Message, shield: Shield) -> Turn:
+def _turn(message: Message, shield: Shield, think: Think | None) -> Turn:
     said_as: str = message["role"]
     role = _ROLES.get(said_as, said_as)
-    texts = ["".join(_shielded(message.get("content"), shield, own=role == "assistant"))]
-    apart = ("role", "content", "tool_calls", *_REASONING)
     fields = {name: shield.hide_all(value) for name, value in message.items() if value is not None}
     thoughts = []
     if role == "assistant":
-        thoughts = [clean(message[name]) for name in _REASONING if message.get(name)]
+        text = _own(message.get("content"), shield, think)
+        thoughts = [fields[name] for name in _REASONING if fields.get(name)]
+    else:
+        text = shield.hide("".join(map(_text, _parts(message.get("content")))))
+    apart = ("role", "content", "tool_calls", *_REASONING)
     rest = {name: value for name, value in fields.items() if name not in apart}
-    return Turn(role, texts, thoughts[:1], fields.get("tool_calls") or [], rest)
+    return Turn(role, [text], thoughts[:1], fields.get("tool_calls") or [], rest)
 
 
-def _shielded(content: Any, shield: Shield, *, own: bool) -> Iterator[str]:
+def _parts(content: Any) -> list[Message]:
     """Text parts, to be joined with nothing between them."""
-    parts = content
-    if not isinstance(content, list):
-        parts = [{"type": "text", "text": content}]
-    if not own:
-        yield shield.hide("".join(map(_text, parts)))
-        return
-    for part in parts:
-        yield shield.hide(_text(part)) if part.get(TYPED) else clean(_text(part))
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _own(content: Any, shield: Shield, think: Think | None) -> str:
+    """What the assistant said."""
+    said = []
+    for part in _parts(content):
+        text = _text(part)
+        if part.get(OWN):
+            said.append(clean(text))
+        elif think and not said and text.lstrip().startswith(think[0]):
+            said.append(_reasoned(text, shield, think))
+        else:
+            said.append(shield.hide(text))
+    return "".join(said)
+
+
+def _reasoned(text: str, shield: Shield, think: Think) -> str:
+    """A text that begins with reasoning, whose end it may lack."""
+    before, start, rest = text.partition(think[0])
+    thought, end, answer = rest.partition(think[1])
+    return before + start + shield.hide(thought) + end + shield.hide(answer)
 
 
 def _text(part: Message) -> str:

@@ -117,8 +117,8 @@ class Encoder:
         before it is read to its end.
         """
         marked = self._always_guard or _MARKS.search(text) is not None
-        if most is not None and len(text) > max(PIECE, most):
-            self._check(_MARKS.sub("", text) if marked else text, most)
+        if most is not None and len(text) > PIECE:
+            self.check_length(_MARKS.sub("", text) if marked else text, most)
         if marked:
             return self._encode_guarded(text, positions, most) or self._encode_in_bits(text, positions)
         if self.backend is None:
@@ -126,8 +126,10 @@ class Encoder:
         ids, ends = self.cache.encode(text, most)
         return ids, [bisect_right(ends, position) for position in positions]
 
-    def _check(self, text: str, most: int) -> None:
-        """Raises for a text that has too many tokens whatever they are."""
+    def check_length(self, text: str, most: int) -> None:
+        """Raises ContextLengthError for a long text that has too many tokens whatever they are."""
+        if len(text) <= max(PIECE, most):
+            return
         if self.backend is not None and (fewest := self._least.tokens(text)) > most:
             raise ContextLengthError.of(fewest, most, at_least=True)
 
