@@ -61,7 +61,7 @@ async def test_text_and_ids_may_stand_side_by_side() -> None:
         assert [submit.sequence.prompt for submit in fake.submits][:2] == [ABC, ABC]
 
 
-@pytest.mark.parametrize("wish", [{"n_predict": 5}, {"n_predict": 5, "max_tokens": 7}, {"n_predict": -1}, {}])
+@pytest.mark.parametrize("options", [{"n_predict": 5}, {"n_predict": 5, "max_tokens": 7}, {"n_predict": -1}, {}])
 async def test_llama_cpps_limit_holds_where_there_is_no_other(options: dict[str, int]) -> None:
     fake = engine()
     async with run_server(fake) as site:
