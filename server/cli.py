@@ -46,6 +46,7 @@ GROUPS: dict[str, type[BaseModel]] = {
 COMMANDS = {
     "serve": "serve a model",
     "check": "print effective settings, model, device and limits",
+    "agents": "print the lines of configuration with which coding agents use this server",
     "certify": "prove that a model's live-buffer count stays flat here, and what it does in mlx-lm",
 }
 EPILOG = (
@@ -191,6 +192,10 @@ def run(command: str, sources: Sources) -> None:
         from server.serve import serve
 
         serve(settings)
+    elif command == "agents":
+        from server.agents import configuration
+
+        print(configuration.report(settings))
     else:
         from server.check import report
 

@@ -1,0 +1,1 @@
+"""What coding agents need to know of this server."""
