@@ -53,7 +53,7 @@ class Agent:
 def call(name: str, **arguments: str) -> list[str]:
     """A call in three pieces, so that it is cut in the middle."""
     text = json.dumps({"name": name, "arguments": arguments})
-    return ["<tool_call>" + text[:20], text[20:40], text[40:] + "</tool_call>"]
+    return ["<tool_call>" + text[:20], text[20:30], text[30:] + "</tool_call>"]
 
 
 def last_answer() -> list[str]:
@@ -130,7 +130,52 @@ def codex_faults(home: Path, said: str) -> Iterator[str]:
         yield "the last answer didn't come out word for word"
 
 
-AGENTS = [Agent("codex", "@openai/codex@0.171.0", CODEX_SCRIPT, codex, codex_faults)]
+# ---------------------------------------------------------------- Claude Code
+CLAUDE_SCRIPT = [
+    ["<think>I make", " a file.</think>", "One moment.", *call("Bash", command="echo by a call > made.txt")],
+    ["<think>I read", " it.</think>", *call("Read", file_path="made.txt")],
+    ["<think>I look.</think>", *call("ToolSearch", query="select:CronList")],
+    ["<think>I list.</think>", *call("CronList")],
+    last_answer(),
+]
+
+
+def claude(folder: Path, home: Path, url: str) -> tuple[list[str], dict[str, str]]:
+    """The command, and what its environment needs."""
+    program = folder / "node_modules" / ".bin" / "claude"
+    tools = ["--allowedTools", "Bash", "Read", "ToolSearch", "CronList"]
+    said = ["--verbose", "--output-format", "stream-json"]
+    return [str(program), "-p", "SCRIPT:ab Do as you are told.", *said, *tools], {
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "ANTHROPIC_MODEL": "default",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "default",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "ENABLE_TOOL_SEARCH": "true",
+        "CLAUDE_CONFIG_DIR": str(home / "claude"),
+    }
+
+
+def claude_faults(home: Path, said: str) -> Iterator[str]:
+    made = home / "work" / "made.txt"
+    if not made.exists() or made.read_text(encoding="utf-8") != "by a call\n":
+        yield "made.txt isn't what the agent was to write"
+    for words in ("I make a file.", "I read it.", "I look.", "I list."):
+        if words not in said:
+            yield f"the thought {words!r} isn't told"
+    if '"tool_reference"' not in said:
+        yield "the deferred tool wasn't found"
+    if "No such tool" in said or '"is_error":true' in said:
+        yield "a call failed"
+    if "".join(last_answer()).strip() not in said:
+        yield "the last answer didn't come out word for word"
+
+
+AGENTS = [
+    Agent("codex", "@openai/codex@0.171.0", CODEX_SCRIPT, codex, codex_faults),
+    Agent("claude", "@anthropic-ai/claude-code@2.1.197", CLAUDE_SCRIPT, claude, claude_faults),
+]
 
 
 # ---------------------------------------------------------------- the run
