@@ -132,6 +132,23 @@ def test_modules_that_are_spoken_of_exist():
             assert found, f"{path.relative_to(ROOT)} speaks of {name}"
 
 
+def test_paths_that_the_plan_of_the_rooms_names_exist():
+    """`supervision/scheduler.Scheduler.steps` is the module `server/supervision/scheduler` and what it defines."""
+    text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+)((?:\.\w+)*)`", text))
+    assert len(named) > 50
+    own = [(path, members) for path, members in named if not path.startswith("tests/")]
+    wrong = [path + members for path, members in own if not defines(ROOT / "server" / path, members.split(".")[1:])]
+    assert wrong == []
+
+
+def defines(module: Path, members: list[str]) -> bool:
+    if module.is_dir():
+        return not members
+    file = module.with_suffix(".py")
+    return file.is_file() and all(re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) for name in members)
+
+
 def is_member(name: str) -> bool:
     """Tell whether `name` is something that its module defines."""
     module, _, member = name.rpartition(".")
