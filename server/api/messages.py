@@ -124,16 +124,16 @@ def _effort(request: MessagesPrompt) -> str | None:
 
 
 def _answer_form(request: MessagesPrompt, settings: Settings) -> AnswerForm | None:
-    wish = None
+    form = None
     if request.output_config is not None:
-        wish = request.output_config.format
-    if wish is None:
-        wish = request.output_format
+        form = request.output_config.format
+    if form is None:
+        form = request.output_format
     elif request.output_format is not None:
         raise InvalidValue("output_format is an older name of output_config.format; send one", param="output_format")
-    if wish is None:
+    if form is None:
         return None
     param = "output_config.format.schema"
     if request.output_format is not None:
         param = "output_format.schema"
-    return response_format.of_schema(wish.schema_, settings, param)
+    return response_format.of_schema(form.schema_, settings, param)

@@ -63,7 +63,7 @@ def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequ
 
 
 def check(request: ResponsesRequest) -> None:
-    """Raises for the first wish that can't be fulfilled."""
+    """Raises for the first option that can't be fulfilled."""
     check_unoffered(request)
     if request.reasoning is not None:
         check_unoffered(request.reasoning, "reasoning.")
@@ -75,7 +75,7 @@ def conversation(request: ResponsesRequest, settings: Settings) -> tuple[Convers
     variables = request.chat_template_kwargs or {}
     effort = None
     if request.reasoning is not None:
-        effort = request.reasoning.wish
+        effort = request.reasoning.asked_effort
     logprobs = _top_logprobs(request)
     if logprobs is None:
         logprobs = -1
@@ -102,16 +102,16 @@ def _top_logprobs(request: ResponsesRequest) -> int | None:
 
 
 def _text_form(request: ResponsesRequest, settings: Settings) -> AnswerForm | None:
-    wish = None
+    form = None
     if request.text is not None:
-        wish = request.text.format
-    if wish is None or wish.type == "text":
+        form = request.text.format
+    if form is None or form.type == "text":
         return None
-    if wish.type == "json_object":
+    if form.type == "json_object":
         return response_format.of_any_object("text.format")
-    if wish.schema_ is None:
+    if form.schema_ is None:
         raise InvalidValue("text.format: type json_schema needs schema", param="text.format.schema")
-    return response_format.of_schema(wish.schema_, settings, "text.format.schema")
+    return response_format.of_schema(form.schema_, settings, "text.format.schema")
 
 
 # ---------------------------------------------------------------- the answer

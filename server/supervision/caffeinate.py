@@ -24,7 +24,7 @@ log = logging.getLogger("marathon")
 
 
 class Assertion(Protocol):
-    """The wish that this machine stays awake, in force from `hold` to `release`."""
+    """The assertion that this machine stays awake, in force from `hold` to `release`."""
 
     def hold(self) -> None: ...
 

@@ -28,7 +28,7 @@ from server.supervision.generation import Cause, Generation, GenerationHandle
 from server.supervision.outputs import OutputCounts, OutputRouter
 from server.supervision.timeouts import DrainRate
 
-RECLAIM_SECONDS = 10.0  # between two wishes of ours that the engine frees what it can
+RECLAIM_SECONDS = 10.0  # between two requests to the engine to free what it can
 TURN_SECONDS = 30.0  # until one that runs apart has its turn, however many others there are
 
 log = logging.getLogger("marathon")

@@ -15,7 +15,7 @@ from server.api.context import ServedModel
 from server.api.input.conversation import Conversation
 from server.api.input.schema import GenerationRequest
 from server.api.input.sequences import Bounds
-from server.api.input.tools import CallWish, OfferedTool, options
+from server.api.input.tools import CallChoice, OfferedTool, options
 from server.api.output.respond import PreparedRequest
 from server.api.output.sse import DataEvents
 from server.api.prepare import prepared
@@ -46,10 +46,10 @@ def served() -> ServedModel:
     return ServedModel(settings(), MODEL, 0, tokenizer())
 
 
-def asked(wish: CallWish | None = None, **fields: Any) -> PreparedRequest:
+def asked(wish: CallChoice | None = None, **fields: Any) -> PreparedRequest:
     model = served()
     sampling = GenerationRequest.model_validate(fields)
-    talk = Conversation(USER, sampling, options([NOW, LATER], wish or CallWish()), param="input")
+    talk = Conversation(USER, sampling, options([NOW, LATER], wish or CallChoice()), param="input")
     try:
         return prepared(model, talk, Bounds(tokenizer().vocab_size, 4096), Nothing(), [])
     finally:
@@ -74,18 +74,18 @@ def test_a_deferred_tool_is_not_listed_but_its_calls_are_found() -> None:
 
 
 def test_a_deferred_tool_can_be_forced() -> None:
-    [sequence] = asked(CallWish("required", {"later"})).sequences
+    [sequence] = asked(CallChoice("required", {"later"})).sequences
     assert isinstance(sequence, TokenSequence)
     assert sequence.grammar is not None
 
 
 def test_a_choice_among_tools_that_are_not_there_is_refused_where_it_stands() -> None:
     with pytest.raises(InvalidValue) as refused:
-        options([NOW], CallWish(names={"then"}, param="tool_choice.tools"))
+        options([NOW], CallChoice(names={"then"}, param="tool_choice.tools"))
     assert refused.value.param == "tool_choice.tools"
     with pytest.raises(InvalidValue):
-        options([], CallWish("required"))
-    assert options([], CallWish("auto")).offered == []
+        options([], CallChoice("required"))
+    assert options([], CallChoice("auto")).offered == []
 
 
 def test_an_answer_knows_which_stop_string_ended_it() -> None:

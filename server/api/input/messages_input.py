@@ -23,7 +23,7 @@ from server.api.input.messages_schema import (
     TypedToolChoice,
 )
 from server.api.input.response_format import check_size
-from server.api.input.tools import CallWish, OfferedTool, ToolOptions, options
+from server.api.input.tools import CallChoice, OfferedTool, ToolOptions, options
 from server.errors import InvalidValue, UnsupportedParameter
 from server.settings import Settings
 from server.text.templates.turn import Message
@@ -52,7 +52,7 @@ def tools(request: MessagesPrompt, settings: Settings) -> ToolOptions:
         offered[made.name] = made
     if skipped:
         log.info("tools of Anthropic's servers are left out: %s", ", ".join(sorted(skipped)))
-    return options(list(offered.values()), _wish(request.tool_choice))
+    return options(list(offered.values()), _choice(request.tool_choice))
 
 
 def _offered(tool: ToolDefinition, where: str) -> OfferedTool:
@@ -66,17 +66,17 @@ def _offered(tool: ToolDefinition, where: str) -> OfferedTool:
     return OfferedTool(function, f"{where}.input_schema", tool.defer_loading is True)
 
 
-def _wish(choice: TypedToolChoice | None) -> CallWish:
+def _choice(choice: TypedToolChoice | None) -> CallChoice:
     if choice is None:
-        return CallWish()
+        return CallChoice()
     several = choice.disable_parallel_tool_use is not True
     if choice.type == "any":
-        return CallWish("required", several=several)
+        return CallChoice("required", several=several)
     if choice.type != "tool":
-        return CallWish(choice.type, several=several)
+        return CallChoice(choice.type, several=several)
     if choice.name is None:
         raise InvalidValue("tool_choice: type tool needs name", param="tool_choice.name")
-    return CallWish("required", {choice.name}, False, "tool_choice.name")
+    return CallChoice("required", {choice.name}, False, "tool_choice.name")
 
 
 # ---------------------------------------------------------------- messages

@@ -1,4 +1,4 @@
-"""Which well-formed wishes can't be fulfilled.
+"""Which well-formed requests can't be fulfilled.
 
 Owns the refusals of `docs/api.md`: a known field that asks for something that isn't offered is refused by name, never
 ignored. Runs in the server's worker thread; pure functions. A field's type and range are the schema's business.
@@ -27,7 +27,7 @@ ASSISTANTS = ("tool_calls", "function_call", "refusal", "reasoning_content", "re
 
 
 def check_chat(request: ChatRequest, settings: Settings) -> None:
-    """Raises for the first wish of a chat request that can't be fulfilled."""
+    """Raises for the first option of a chat request that can't be fulfilled."""
     _check_common(request, settings)
     if any(kind != "text" for kind in request.modalities or []):
         raise UnsupportedParameter("Only the modality `text` is offered", param="modalities")
@@ -42,7 +42,7 @@ def check_chat(request: ChatRequest, settings: Settings) -> None:
 
 
 def check_completion(request: CompletionRequest, settings: Settings) -> None:
-    """Raises for the first wish of a completion request that can't be fulfilled."""
+    """Raises for the first option of a completion request that can't be fulfilled."""
     _check_common(request, settings)
     if (request.best_of or 0) > 1:
         raise UnsupportedParameter("best_of beyond 1 isn't offered; use `n`", param="best_of")

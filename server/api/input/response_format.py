@@ -26,7 +26,7 @@ _ASCII = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """One wish.
+    """One form that a request asks for.
 
     Attributes:
         param: where it stands in the request.
@@ -43,12 +43,12 @@ class AnswerForm:
 
 def read(request: GenerationRequest, settings: Settings) -> AnswerForm | None:
     """The form that the request asks for. Raises InvalidValue for several, or for one that makes no sense."""
-    wishes = [(param, value, make) for param, value, make in _wishes(request) if value is not None]
-    if not wishes:
+    forms = [(param, value, make) for param, value, make in _forms(request) if value is not None]
+    if not forms:
         return None
-    if len(wishes) > 1:
-        raise InvalidValue(f"{wishes[1][0]}: the answer's form is given by {wishes[0][0]} already", param=wishes[1][0])
-    param, value, make = wishes[0]
+    if len(forms) > 1:
+        raise InvalidValue(f"{forms[1][0]}: the answer's form is given by {forms[0][0]} already", param=forms[1][0])
+    param, value, make = forms[0]
     check_size(value, settings, param)
     return replace(make(value, param), of_text=param.startswith("response_format"))
 
@@ -64,7 +64,7 @@ def of_any_object(param: str) -> AnswerForm:
     return replace(_any_object(True, param), of_text=True)
 
 
-def _wishes(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, str], AnswerForm]]]:
+def _forms(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, str], AnswerForm]]]:
     """Every place where a form may be asked for, what stands there, and how it is read."""
     nested = request.structured_outputs or StructuredOutputs.model_validate({})
     return [

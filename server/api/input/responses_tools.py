@@ -17,7 +17,7 @@ from typing import Any
 from server.api.input.response_format import check_size
 from server.api.input.responses_input import qualified
 from server.api.input.responses_schema import CustomFormat, FlatChoice, ResponsesRequest, ResponseTool, ToolName
-from server.api.input.tools import CallWish, OfferedTool, ToolOptions, options
+from server.api.input.tools import CallChoice, OfferedTool, ToolOptions, options
 from server.errors import InvalidValue, UnsupportedParameter
 from server.settings import Settings
 
@@ -63,7 +63,7 @@ def read(request: ResponsesRequest, settings: Settings) -> tuple[ToolOptions, Id
         offered.append(made)
     if hosted:
         log.info("hosted tools are left out, for they run on no server but OpenAI's: %s", ", ".join(sorted(hosted)))
-    return options(offered, _wish(request, identities)), identities
+    return options(offered, _choice(request, identities)), identities
 
 
 def _flat(
@@ -106,17 +106,17 @@ def _grammar(form: CustomFormat | None) -> str:
 
 
 # ---------------------------------------------------------------- the choice
-def _wish(request: ResponsesRequest, identities: Identities) -> CallWish:
+def _choice(request: ResponsesRequest, identities: Identities) -> CallChoice:
     several = request.parallel_tool_calls is not False
     choice = request.tool_choice
     if choice is None or isinstance(choice, str):
-        return CallWish(choice or "auto", several=several)
+        return CallChoice(choice or "auto", several=several)
     if choice.type == "allowed_tools":
-        return CallWish(choice.mode or "auto", _allowed(choice, identities), several, "tool_choice.tools")
+        return CallChoice(choice.mode or "auto", _allowed(choice, identities), several, "tool_choice.tools")
     if choice.type not in (FUNCTION, CUSTOM):
         message = f"tool_choice: type {choice.type[:50]!r} isn't offered"
         raise UnsupportedParameter(message, param="tool_choice.type")
-    return CallWish("required", {_chosen(choice, identities, "tool_choice")}, False, "tool_choice.name")
+    return CallChoice("required", {_chosen(choice, identities, "tool_choice")}, False, "tool_choice.name")
 
 
 def _allowed(choice: FlatChoice, identities: Identities) -> set[str]:

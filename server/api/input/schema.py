@@ -1,7 +1,7 @@
 """The wire types: what a client may send.
 
 Owns the shape, the bounds and the description of every request field; /openapi.json is made from it. Runs in the
-server's worker thread (validation) and at start (the document). Never decides whether a well-formed wish can be
+server's worker thread (validation) and at start (the document). Never decides whether a well-formed request can be
 fulfilled: that is `api/input/refusals.py`. It is longer than most modules because every field says here what it does.
 
 Three rules hold everywhere: types are strict (`"hot"` is no temperature), null means absent, and an unknown member is
@@ -47,7 +47,7 @@ IGNORED = "accepted and ignored: it can't change the answer"
 
 @dataclass(frozen=True, slots=True)
 class UnofferedField:
-    """Marks a known field whose wish this server can't fulfil.
+    """Marks a known field that this server can't honour.
 
     Attributes:
         neutral: values that ask for nothing and are therefore let through; null always is.
@@ -416,7 +416,7 @@ class ReasoningOptions(Wire):
     summary: Any = Field(None, description=IGNORED + "; reasoning comes whole")
 
     @property
-    def wish(self) -> Effort | None:
+    def asked_effort(self) -> Effort | None:
         """The effort, in whichever form the client said it."""
         if self.effort is not None or self.enabled is None:
             return self.effort
@@ -626,7 +626,7 @@ class ChatRequest(GenerationRequest):
         """How much the model should think, in whichever form the client said it."""
         if self.reasoning_effort is not None or self.reasoning is None:
             return self.reasoning_effort
-        return self.reasoning.wish
+        return self.reasoning.asked_effort
 
     @property
     def shows_reasoning(self) -> bool:

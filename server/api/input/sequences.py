@@ -1,4 +1,4 @@
-"""A request's wishes → sequences for the engine.
+"""A request's options → sequences for the engine.
 
 Owns the defaults: what the client left open is taken from the model's recommendations, then from ours. Runs in the
 server's worker thread; pure but for the seed that it draws.
@@ -93,12 +93,12 @@ def seed(given: int | None) -> int:
 
 def stop_ids(request: GenerationRequest, tokenizer: Tokenizer, bounds: Bounds) -> list[int]:
     """Ids that end an answer."""
-    wished = request.stop_token_ids or []
-    bounds.check_ids(wished, "stop_token_ids")
+    asked = request.stop_token_ids or []
+    bounds.check_ids(asked, "stop_token_ids")
     own: Collection[int] = ()
     if not request.ignore_eos:
         own = tokenizer.eos_ids
-    return sorted({*wished, *(token for token in own if token < bounds.vocabulary)})
+    return sorted({*asked, *(token for token in own if token < bounds.vocabulary)})
 
 
 def predicted(request: GenerationRequest, default: int | None) -> int | None:

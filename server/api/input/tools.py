@@ -53,7 +53,7 @@ class OfferedTool:
 
 
 @dataclass(frozen=True, slots=True)
-class CallWish:
+class CallChoice:
     """What a request says of calls.
 
     Attributes:
@@ -100,23 +100,23 @@ class FormConstraint:
     reasons: bool
 
 
-def options(tools: Sequence[OfferedTool], wish: CallWish) -> ToolOptions:
-    """Raises for a wish that the tools don't allow."""
-    if not tools and (wish.mode == "required" or wish.names is not None):
+def options(tools: Sequence[OfferedTool], choice: CallChoice) -> ToolOptions:
+    """Raises for a choice that the tools don't allow."""
+    if not tools and (choice.mode == "required" or choice.names is not None):
         raise InvalidValue("tool_choice needs `tools`", param="tool_choice")
-    if not wish.several and tools:
-        log.info("a wish for one call at a time holds for forced calls only")
-    if wish.mode == "none":
-        return ToolOptions((), False, wish.several)
-    return ToolOptions(_only(wish, tools), wish.mode == "required", wish.several)
+    if not choice.several and tools:
+        log.info("one call at a time is kept for forced calls only")
+    if choice.mode == "none":
+        return ToolOptions((), False, choice.several)
+    return ToolOptions(_only(choice, tools), choice.mode == "required", choice.several)
 
 
-def _only(wish: CallWish, tools: Sequence[OfferedTool]) -> Sequence[OfferedTool]:
-    names = wish.names
+def _only(choice: CallChoice, tools: Sequence[OfferedTool]) -> Sequence[OfferedTool]:
+    names = choice.names
     if names is None:
         return tools
     if missing := set(names) - {tool.name for tool in tools}:
-        raise InvalidValue(f"{wish.param}: there is no tool {min(missing)!r}", param=wish.param)
+        raise InvalidValue(f"{choice.param}: there is no tool {min(missing)!r}", param=choice.param)
     return [tool for tool in tools if tool.name in names]
 
 
@@ -131,16 +131,16 @@ def read(request: ChatRequest) -> ToolOptions:
     several = request.parallel_tool_calls is not False
     choice = request.tool_choice
     if choice is None or isinstance(choice, str):
-        return options(tools, CallWish(choice or "auto", several=several))
+        return options(tools, CallChoice(choice or "auto", several=several))
     return options(tools, _named(choice, several))
 
 
-def _named(choice: NamedChoice, several: bool) -> CallWish:
+def _named(choice: NamedChoice, several: bool) -> CallChoice:
     if choice.type == "function" and choice.function is not None:
-        return CallWish("required", {choice.function.name}, False, "tool_choice.function.name")
+        return CallChoice("required", {choice.function.name}, False, "tool_choice.function.name")
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
         names = {reference.function.name for reference in choice.allowed_tools.tools}
-        return CallWish(choice.allowed_tools.mode, names, several, "tool_choice.allowed_tools.tools")
+        return CallChoice(choice.allowed_tools.mode, names, several, "tool_choice.allowed_tools.tools")
     if choice.type in {"function", "allowed_tools"}:
         raise InvalidValue(f"tool_choice: type {choice.type} needs {choice.type}", param=f"tool_choice.{choice.type}")
     raise UnsupportedParameter(f"tool_choice: type {choice.type[:50]!r} isn't offered", param="tool_choice.type")
@@ -149,7 +149,7 @@ def _named(choice: NamedChoice, several: bool) -> CallWish:
 # ---------------------------------------------------------------- grammar
 def constraint(
     form: AnswerForm | None,
-    wish: ToolOptions,
+    offer: ToolOptions,
     prompt: ChatPrompt,
     tokenizer: Tokenizer,
     *,
@@ -163,7 +163,7 @@ def constraint(
     The model has `rows` logits, as many as the tokenizer has ids unless given. `thinks`: it may reason before;
     `continues`: the prompt ends inside the answer's text. Raises what refuses a request that can't be fulfilled.
     """
-    if wish.forced:
+    if offer.forced:
         # A form of text says nothing of calls, and agents send it with every request.
         if form is not None and not form.of_text:
             raise InvalidValue(f"{form.param}: a forced call leaves no text to give a form to", param=form.param)
@@ -173,8 +173,8 @@ def constraint(
     response_format.check_spelling(form, tokenizer, rows)
     tags = tokenizer.tags(rows)
     calls = None
-    if wish.offered:
-        calls = _calls(wish, tokenizer, tags, form.param)
+    if offer.offered:
+        calls = _calls(offer, tokenizer, tags, form.param)
     reasons = not continues or prompt.reasoning
     thought = None
     if reasons:
@@ -191,17 +191,17 @@ def constraint(
     return FormConstraint(made, thought is not None and thought.wanted and not thought.opened)
 
 
-def _calls(wish: ToolOptions, tokenizer: Tokenizer, tags: Tags, param: str) -> Calls | FreeCalls:
+def _calls(offer: ToolOptions, tokenizer: Tokenizer, tags: Tags, param: str) -> Calls | FreeCalls:
     form = tokenizer.tool_format
     style = None
     if form is not None:
         style = layout.call_style(form, tags)
     if style is None:
-        if form is None or wish.forced:
+        if form is None or offer.forced:
             raise build.unsupported(form.name if form else "none", param)
         return layout.free_calls(form, tags)
-    functions = [(tool.name, tool.function.get("parameters"), tool.param) for tool in wish.offered]
-    return Calls(style, functions, wish.several)
+    functions = [(tool.name, tool.function.get("parameters"), tool.param) for tool in offer.offered]
+    return Calls(style, functions, offer.several)
 
 
 def thinks(effort: str | None, switches: Mapping[str, Any]) -> bool:

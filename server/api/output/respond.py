@@ -97,7 +97,7 @@ async def respond(served: AppContext, http: Request, endpoint: str, prepared: Pr
     """The HTTP answer. Raises RequestError before the first byte."""
     record = record_of(http.scope)
     served.note_unknown(endpoint, prepared.unknown)
-    record.facts |= wishes(prepared)
+    record.facts |= asked_for(prepared)
     live = served.supervisor.open(prepared.sequences, endpoint=endpoint)
     keeps_ids = bool(prepared.request.return_token_ids)
     reply = Reply(live, prepared.texts, served.settings.keepalive_seconds, keeps_ids=keeps_ids)
@@ -177,7 +177,7 @@ async def _disconnected(http: Request) -> None:
 
 
 # ---------------------------------------------------------------- the access log
-def wishes(prepared: PreparedRequest) -> dict[str, Any]:
+def asked_for(prepared: PreparedRequest) -> dict[str, Any]:
     """What was asked for, with the defaults filled in."""
     first = prepared.sequences[0]
     draws = first.sampling
