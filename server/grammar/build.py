@@ -18,7 +18,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from server.errors import InvalidValue, UnsupportedParameter
-from server.grammar import checker
+from server.grammar import checker, endless
 from server.grammar.checker import Prove
 from server.grammar.llguidance_limits import hazard
 from server.ipc.sequence import Grammar
@@ -202,13 +202,22 @@ def check(schema: Any, param: str, prove: Prove = checker.fault) -> None:
     """Raises InvalidValue, naming the innermost place at fault, when a schema can't be enforced."""
     if schema is False:
         raise InvalidValue(f"{param}: no answer could follow the schema `false`", param=param)
+    place, inner = endless.fault(schema, param)
+    if not inner:
+        place, inner = _first_fault(schema, param, prove)
+    if inner:
+        raise InvalidValue(f"{place}: this schema can't be enforced: {inner}", param=place)
+
+
+def _first_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str]:
+    """(place, reason) of what llguidance has against a schema; two empty strings if there is nothing."""
     try:
         fault = _fault(f"start: {json_rule(schema)}", prove)
     except RecursionError:
         fault = "it is nested too deeply"
     if fault:
-        place, inner = _innermost(schema, param, fault, prove)
-        raise InvalidValue(f"{place}: this schema can't be enforced: {inner}", param=place)
+        return _innermost(schema, param, fault, prove)
+    return "", ""
 
 
 def _fault(lark: str, prove: Prove) -> str:

@@ -117,6 +117,63 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_its_place(schema: Any, p
     assert caught.value.param == place
 
 
+LOOPS: dict[str, dict[str, Any]] = {
+    "itself": {"$ref": "#/$defs/itself"},
+    "there": {"$ref": "#/$defs/back"},
+    "back": {"$ref": "#/$defs/there"},
+    "all": {"allOf": [{"$ref": "#/$defs/all"}]},
+    "any": {"anyOf": [{"$ref": "#/$defs/any"}, {"$ref": "#/$defs/itself"}]},
+    "one": {"oneOf": [{"$ref": "#/$defs/one"}]},
+    "nested": {"type": "object", "properties": {"x": {"$ref": "#/$defs/nested"}}, "required": ["x"]},
+    "listed": {"type": "array", "items": {"$ref": "#/$defs/listed"}, "minItems": 1},
+    "in order": {"type": "array", "prefixItems": [{"$ref": "#/$defs/in%20order"}], "minItems": 1},
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    ("around", "place"),
+    [
+        ({"type": "object", "properties": {"a": {}}, "required": ["a"]}, "S.properties.a"),
+        ({"type": "object", "properties": {"a": {}}}, "S.properties.a"),
+        ({"properties": {"a": {}}, "required": ["a"]}, "S.properties.a"),
+        ({"type": "object", "additionalProperties": {}}, "S.additionalProperties"),
+        ({"type": "array", "items": {}}, "S.items"),
+        ({"type": "array", "items": {}, "minItems": 1}, "S.items"),
+        ({"anyOf": [{"type": "null"}, {}]}, "S.anyOf[1]"),
+    ],
+    ids=str,
+)
+def test_a_reference_that_leads_only_to_itself_is_refused_by_its_place(
+    around: dict[str, Any], place: str, name: str
+) -> None:
+    loop = {"$ref": f"#/$defs/{name.replace(' ', '%20')}"}
+    schema = json.loads(json.dumps(around).replace("{}", json.dumps(loop))) | {"$defs": LOOPS}
+    for refused in (
+        lambda: build.answer(schema, param="S"),
+        lambda: build.answer(calls=replace(CALLS, functions=[("f", schema, "S")])),
+    ):
+        with pytest.raises(InvalidValue, match=r"no text could follow it") as caught:
+            refused()
+        assert caught.value.param.startswith(place)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}]},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": ["object", "null"], "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/tree"}}, "$defs": LOOPS | {"tree": {"type": "null"}}},
+        {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 1},
+    ],
+    ids=lambda schema: str(schema)[:80],
+)
+def test_a_schema_that_contains_itself_and_comes_to_an_end_is_not_refused(schema: dict[str, Any]) -> None:
+    build.answer(schema, param="S")
+
+
 def test_too_large_and_too_deep_schemas_are_refused_before_any_work() -> None:
     wide = {"type": "object", "properties": {f"key{n}": {"type": "string"} for n in range(4000)}}
     deep: dict[str, Any] = {"type": "string"}

@@ -108,3 +108,18 @@ def test_the_form_holds_streamed_and_plain(url: str, end_of_thought: int, name: 
         assert plain["calls"] or name not in ("required", "named")
         text = plain["calls"][0]["arguments"] if plain["calls"] else plain["content"]
         jsonschema.validate(json.loads(text), POINT)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_leads_only_to_itself_is_refused_before_the_answer(url: str, stream: bool) -> None:
+    loop = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "loop", "schema": loop}}
+    tool = {"type": "function", "function": {"name": "loop", "parameters": loop}}
+    for asked, place in (
+        ({"response_format": form}, "response_format.json_schema.schema.properties.a"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools[0].function.parameters.properties.a"),
+    ):
+        body = {"messages": [{"role": "user", "content": "Mark."}], "stream": stream} | asked
+        refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, place), error
