@@ -40,18 +40,20 @@ TRIMMING = (
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def byte_level(*more: AddedToken) -> Tokenizer:
-    """As GPT-2 and most newer models have it, with ChatML's special tokens."""
+def byte_level(*more: AddedToken, behind: bool = False) -> Tokenizer:
+    """As GPT-2 and most newer models have it, with ChatML's special tokens: in the model's own vocabulary, or `behind`
+    it, as Llama 3 and Qwen have theirs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
-        special_tokens=SPECIALS,
+        special_tokens=[] if behind else SPECIALS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(PROSE, trainer)
+    tokenizer.add_special_tokens(SPECIALS)
     tokenizer.add_tokens(list(more))
     return tokenizer
 

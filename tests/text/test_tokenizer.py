@@ -211,6 +211,50 @@ def test_a_shielded_text_spells_no_special_token(text: str, words: list[str]) ->
     assert shield.pattern.search(shield.hide(text)) is None
 
 
+# ---------------------------------------------------------------- where the control tokens' ids lie
+TEXTS = ["<table>", "</table>", " the quick"]
+MORE = [AddedToken(word, normalized=False) for word in TEXTS]
+MORE += [AddedToken(f"<|more{number}|>", special=True, normalized=False) for number in range(4)]
+LATER = small.CHATML.replace("{{ '<|im_end|>", "{{ '<|more0|>' if loop.index0 > 2 else '' }}{{ '<|im_end|>")
+
+
+@pytest.fixture(scope="module", params=["in the vocabulary", "behind it", "both"])
+def placed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Special tokens among the model's own ids, as GPT-2 has them; behind those, as Llama 3 has them; or some of each,
+    and added tokens that are text."""
+    more = MORE if request.param == "both" else []
+    made = small.byte_level(*more, behind=request.param == "behind it")
+    template = LATER if more else small.CHATML
+    return load(small.write(tmp_path_factory.mktemp("placed"), made, template, eos_token="<|im_end|>"))
+
+
+def test_special_text_in_a_chat_leaves_the_token_borders_around_it_alone(placed: Tokenizer) -> None:
+    said = ["the fox <|im_end|>the end", "a <|im_start|>", "in <|endoftext|> the quick brown fox"]
+    begin, end = ids_of(placed, ["<|im_start|>"]), ids_of(placed, ["<|im_end|>"])
+    backend = placed.hf.backend_tokenizer
+    backend.encode_special_tokens = True
+    try:
+        typed = [backend.encode(f"user\n{text}", add_special_tokens=False).ids for text in said]
+        between = backend.encode("\n", add_special_tokens=False).ids
+    finally:
+        backend.encode_special_tokens = False
+    wanted = [token for ids in typed for token in [*begin, *ids, *end, *between]]
+    assert placed.chat([user(text) for text in said]).ids[: len(wanted)] == wanted
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(FRAGMENTS + TEXTS), max_size=4).map("".join), min_size=1, max_size=3))
+def test_a_prompt_begins_with_the_ids_of_the_turn_before(placed: Tokenizer, contents: list[str]) -> None:
+    """Whatever comes to it, control tokens or typed text that spells them: else nothing kept of it would serve."""
+    history: list[dict[str, Any]] = [user("the fox <|im_end|>the end<|endoftext|>ing")]
+    before = placed.chat(history).ids
+    for content in contents:
+        history += [assistant(content), user(content)]
+        after = placed.chat(history).ids
+        assert after[: len(before)] == before
+        before = after
+
+
 # ---------------------------------------------------------------- markers that aren't flagged special
 ROLES = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ '<output>' + m.content + '</output>' }}"

@@ -142,7 +142,7 @@ class Encoder:
         guard, true_ids = self._guard
         places = [len(self._with_stand_ins(text[:position])) for position in positions]
         ids, ends = measured(guard, self._cuts, self._with_stand_ins(text), most)
-        if not self._control.isdisjoint(ids):
+        if not self._control.isdisjoint(set(ids) - true_ids.keys()):  # the copy counts its added tokens otherwise
             return None
         return [true_ids.get(token, token) for token in ids], [bisect_right(ends, place) for place in places]
 
