@@ -152,6 +152,17 @@ class Visit:
             raise Wrong(f"{right} of {TIMES} say Paris: {answers}")
         return f"{right} of {TIMES}: {answers[0]}"
 
+    def ask_by_command(self, command: str) -> str:
+        """The question to the running server, at temperature 0, since the model's own now and then errs."""
+        printed = self.run(f"{command} --temperature 0 < /dev/null")
+        if "Paris" not in printed:
+            raise Wrong(printed)
+        return printed
+
+    def top(self, command: str) -> str:
+        """A few seconds of it, ended as by Ctrl-C, which it takes quietly."""
+        return self.run(f"timeout --signal=INT --preserve-status 4 {command}").splitlines()[-1]
+
     def program(self, command: str) -> str:
         language, _, text = command.partition(": ")
         (self.home / "program").write_text(text)
@@ -230,6 +241,10 @@ RUNNERS: dict[str, Step] = {  # by how the command begins
     "curl http": lambda visit, command: f"{len(visit.run(command.replace('curl ', 'curl -sSf ', 1)))} bytes",
     "marathon serve --help": lambda visit, command: f"{len(visit.run(command).splitlines())} lines",
     "marathon check": lambda visit, command: f"{len(visit.run(command).splitlines())} lines",
+    "marathon ask": Visit.ask_by_command,
+    "marathon models": lambda visit, command: visit.run(command).splitlines()[-1],
+    "marathon status": lambda visit, command: visit.run(command).splitlines()[0],
+    "marathon top": Visit.top,
     "marathon certify --demo": Visit.demo,
     "pip install .": Visit.without_pip,
     "marathon serve": lambda visit, command: visit.second(),

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 import server
 from server import faults
 from server.certify import certificate
+from server.commands import options as people
 from server.config.sources import ENV_PREFIX, Sources, did_you_mean, option, variable
 from server.errors import StartupError, joined_lines
 from server.settings import (
@@ -48,6 +49,7 @@ COMMANDS = {
     "check": "print effective settings, model, device and limits",
     "agents": "print the lines of configuration with which coding agents use this server",
     "certify": "prove that a model's live-buffer count stays flat here, and what it does in mlx-lm",
+    **people.COMMANDS,
 }
 EPILOG = (
     f"Each option can also be set as {ENV_PREFIX}<NAME> in the environment or as <name> in a TOML file. "
@@ -86,6 +88,8 @@ def parser() -> Parser:
         command.set_defaults(parser=command)
         if name == "certify":
             certificate.add_arguments(command)
+        elif name in people.COMMANDS:
+            people.add_arguments(command, name)
         else:
             _add_options(command, name)
     return top
@@ -147,6 +151,8 @@ def _run(options: dict[str, Any]) -> int:
         return 0
     if command == "certify":
         return certify(options)
+    if command in people.COMMANDS:
+        return people.run(command, options)
     run(command, read_sources(options, config))
     return 0
 

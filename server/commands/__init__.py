@@ -1,0 +1,1 @@
+"""Commands for people: what a running server does, a question to it, and which models fit this machine."""

@@ -1,0 +1,104 @@
+"""The command lines of the commands for people.
+
+Owns their options and which function each command calls. Runs in the main thread of a short-lived process. Imports a
+command's module only when that command is given: most of them take a moment to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+COMMANDS = {
+    "status": "print the verdict on a running server, its figures and its running generations",
+    "top": "show the same live, second by second",
+    "ask": "ask a running server, or one that is started for the question, and print the answer as it comes",
+    "models": "list the models on this machine and tell which of them fit its memory",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the options that stand behind `marathon COMMAND`."""
+    _ADD[command](parser)
+
+
+def _remote_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="address of the server [http://127.0.0.1:8080, or as the settings say]")
+    parser.add_argument("--api-key", metavar="TEXT", help="its API key; MARATHON_API_KEY keeps it out of sight")
+
+
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
+    _remote_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the server's report as JSON")
+    parser.epilog = "Exit code 0: healthy or loading; 1: a warning or worse; 2: no server answers."
+
+
+def _ask_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "text",
+        nargs="*",
+        metavar="TEXT",
+        help="the question; absent or -: standard input, which else is appended to it",
+    )
+    _remote_arguments(parser)
+    parser.add_argument("--model", help="model to ask, or to serve where a server is started [the served one]")
+    parser.add_argument("--system", metavar="TEXT", help="system text")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer [the server's]")
+    parser.add_argument("--temperature", type=float, metavar="N", help="how freely tokens are drawn [the model's]")
+    parser.epilog = "Exit code 1: an error, told in one line; 130: Ctrl-C."
+
+
+def _models_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--folder",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="look here too: a model's folder, or one that holds such folders; may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+
+
+def run(command: str, options: dict[str, Any]) -> int:
+    """Carry out a command and return the exit code. Raises StartupError with the line to print."""
+    try:
+        return _RUN[command](options)
+    except BrokenPipeError:  # the reader, such as `head`, has enough; Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _status(options: dict[str, Any]) -> int:
+    from server.commands import remote, status
+
+    return status.show(remote.find(options["url"], options["api_key"]), as_json=options["json"])
+
+
+def _top(options: dict[str, Any]) -> int:
+    from server.commands import remote, top
+
+    return top.watch(remote.find(options["url"], options["api_key"]))
+
+
+def _ask(options: dict[str, Any]) -> int:
+    from server.commands import ask
+
+    return ask.ask(options)
+
+
+def _models(options: dict[str, Any]) -> int:
+    from server.commands import models
+
+    return models.show(options["folder"], as_json=options["json"])
+
+
+_ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "status": _status_arguments,
+    "top": _remote_arguments,
+    "ask": _ask_arguments,
+    "models": _models_arguments,
+}
+_RUN: dict[str, Callable[[dict[str, Any]], int]] = {"status": _status, "top": _top, "ask": _ask, "models": _models}

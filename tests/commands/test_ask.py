@@ -1,0 +1,116 @@
+"""`marathon ask`: a question, and its answer as text."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import small_tokenizers as small
+from commanding import COMMAND, marathon, terminal
+from fake_engine import FakeEngine
+from serving import HELLO, Site, engine, run_server, says
+from tokenizers import AddedToken
+
+from server.ipc import messages
+from server.text.tokenizer import Tokenizer
+
+
+def prompts(site: Site) -> list[str]:
+    """What each sequence that the engine got began with, as text."""
+    found = [command.sequence for command in site.fake.commands if isinstance(command, messages.Submit)]
+    return [site.served.tokenizer.decode(sequence.prompt, special=True) for sequence in found]
+
+
+async def test_an_answer_is_text_on_stdout_and_nothing_else() -> None:
+    async with run_server() as site:
+        told = await marathon("ask", "Say", "hello.", "--url", site.url)
+        [prompt] = prompts(site)
+    assert (told.code, told.out, told.err) == (0, f"{HELLO}\n", "")
+    assert "Say hello." in prompt
+
+
+async def test_what_is_piped_in_follows_the_text_and_system_text_precedes_it() -> None:
+    async with run_server() as site:
+        both = (
+            "ask",
+            "Explain:",
+            "--system",
+            "Be brief.",
+            "--max-tokens",
+            "2",
+            "--temperature",
+            "0.5",
+            "--url",
+            site.url,
+        )
+        told = await marathon(*both, stdin="a piped file\n")
+        await marathon("ask", "-", "--url", site.url, stdin="only piped\n")
+        first, second = prompts(site)
+        submitted = [command for command in site.fake.commands if isinstance(command, messages.Submit)]
+    assert first.index("Be brief.") < first.index("Explain:") < first.index("a piped file")
+    assert "only piped" in second
+    assert "-\n" not in second
+    assert (submitted[0].sequence.max_tokens, submitted[0].sequence.sampling.temperature) == (2, 0.5)
+    assert told.code == 0
+
+
+async def test_reasoning_is_dimmed_in_a_terminal_and_left_out_of_a_pipe(tmp_path: Path) -> None:
+    tags = (AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>"))
+    small.write(tmp_path, small.byte_level(*tags), small.THINKING, eos_token="<|im_end|>")
+    thinker = Tokenizer.load(tmp_path, trust_remote_code=False)
+    script = says("hm hm</think>It is \x1b[31mOslo.", tokens=thinker)
+    fake = FakeEngine(vocab_size=thinker.vocab_size, say=script)
+    async with run_server(fake, tokens=thinker) as site, terminal("ask", "Where?", "--url", site.url) as screen:
+        piped, code = await asyncio.gather(marathon("ask", "Where?", "--url", site.url), screen.end())
+    assert code == 0
+    assert (piped.out, piped.err) == ("It is \x1b[31mOslo.\n", "")
+    thoughts, _, answer = screen.text.partition("\r\n")
+    assert "".join(re.findall(r"\x1b\[2m(.+?)\x1b\[0m", thoughts)) == "hm hm"
+    assert answer == "It is [31mOslo.\r\n", "no escape sequence of a model's reaches a terminal"
+
+
+async def test_where_no_server_runs_one_is_started_and_ended(tiny: Callable[..., Path]) -> None:
+    """Its log on stderr has its process id; the model is tiny and random, so the answer only has to be there."""
+    told = await marathon("ask", "Hello", "--max-tokens", "3", "--model", str(tiny("llama")), MARATHON_PORT="1")
+    assert told.code == 0, told.err
+    assert told.err.startswith("marathon: no server answers at http://127.0.0.1:1, so one is started")
+    assert "Marathon serves" in told.err
+    [port] = set(re.findall(r"http://127\.0\.0\.1:(\d\d+)", told.err))
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/live", trust_env=False)
+
+
+async def test_an_error_is_one_line_and_exit_code_1() -> None:
+    async with run_server() as site:
+        refused, empty = await asyncio.gather(
+            marathon("ask", "Hello", "--temperature", "99", "--url", site.url), marathon("ask", "--url", site.url)
+        )
+    nowhere = await marathon("ask", "Hello", "--url", "http://127.0.0.1:1")
+    for told, words in (
+        (refused, "temperature"),
+        (empty, "there is no question"),
+        (nowhere, "`marathon serve` starts"),
+    ):
+        assert (told.code, told.out, len(told.err.splitlines())) == (1, "", 1)
+        assert words in told.err
+
+
+async def test_ctrl_c_stops_the_answer_and_frees_its_row() -> None:
+    async with run_server(engine(say=says("word and", stop=False), step_seconds=0.05)) as site:
+        process = await asyncio.create_subprocess_exec(
+            *(*COMMAND, "ask", "Go on.", "--url", site.url),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        await asyncio.wait_for(process.stdout.read(4), 20)
+        process.send_signal(signal.SIGINT)
+        _, err = await asyncio.wait_for(process.communicate(), 20)
+        await site.until(lambda: not any(site.served.supervisor.generations()))
+    assert (process.returncode, err) == (130, b"")
