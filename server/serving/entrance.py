@@ -121,9 +121,12 @@ class Entrance:
         self.name = model.name
         self._startup.begin(f"starting the engine for {model.name}")
         asyncio.run_coroutine_threadsafe(self._start(supervisor), loop).result()
+        from server.api.openapi import encoded
         from server.app import assemble, create_app
 
-        return create_app(assemble(self._settings, model, metrics, supervisor)), supervisor
+        app = create_app(assemble(self._settings, model, metrics, supervisor))
+        encoded(app)
+        return app, supervisor
 
     async def _start(self, supervisor: Supervisor) -> None:
         await supervisor.start()

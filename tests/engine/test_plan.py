@@ -119,7 +119,7 @@ class Engine:
     source = SimpleNamespace(name="off", limit=None, raw=lambda: None)
     room = A_LOT
 
-    def tick(self, kv_bytes, growth):
+    def tick(self, holdings):
         acts, self.acts = self.acts, []
         return acts
 
