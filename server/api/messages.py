@@ -26,7 +26,7 @@ from server.api.output.messages import MessagesForm
 from server.api.output.messages_schema import AnthropicErrorBody, AnthropicMessage, MessageEvent, TokenCount
 from server.api.output.respond import PreparedRequest, answer
 from server.api.output.sse import encode
-from server.api.prepare import prepared, render
+from server.api.prepare import counted, prepared, render
 from server.errors import InvalidValue
 from server.metrics import OTHER
 from server.settings import Settings
@@ -80,7 +80,8 @@ def count(served: ServedModel, content: bytes) -> tuple[int, list[str]]:
     request = body.validate(MessagesPrompt, content)
     served.check_model(request.model)
     said = conversation(request, served.settings, GenerationRequest.model_construct())
-    return len(render(served.tokenizer, said).ids), unknown(request)
+    prompt = counted(served, lambda most: render(served.tokenizer, said, most))
+    return len(prompt.ids), unknown(request)
 
 
 def sampling(request: MessagesRequest) -> GenerationRequest:

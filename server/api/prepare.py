@@ -7,16 +7,23 @@ that it draws.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from server.api.context import ServedModel
 from server.api.input import generic_tools, tools
 from server.api.input.conversation import Conversation
 from server.api.input.sequences import Bounds, most_tokens, sequences, truncated
 from server.api.input.tools import FormConstraint
 from server.api.output.respond import PreparedRequest, ProtocolFormat
-from server.errors import RequestError
+from server.errors import ContextLengthError, RequestError
 from server.ipc.sequence import TokenSequence
 from server.text.detokenizer import TextState
 from server.text.tokenizer import ChatPrompt, Tokenizer
+
+COUNTED = 250_000  # tokens that are counted for any model, in a second or two
+COUNTED_CONTEXTS = 2  # times the context that is
+Result = TypeVar("Result")
 
 
 def prepared(
@@ -68,6 +75,25 @@ def render(tokenizer: Tokenizer, conversation: Conversation, most: int | None = 
         if error.param == "messages":
             error.param = conversation.param
         raise
+
+
+def counted(served: ServedModel, count: Callable[[int], Result]) -> Result:
+    """`count(most)`: what needs a prompt's ids and no engine, up to so many of them.
+
+    Raises ContextLengthError for a prompt that has far more. Large requests wait for each other, and counting 32 MiB to
+    their end would take half a minute to say what its beginning says.
+    """
+    context = served.settings.allowed_context(served.tokenizer.context)
+    most = max(COUNTED_CONTEXTS * context, COUNTED)
+    try:
+        return count(most)
+    except ContextLengthError as error:
+        fewest = error.numbers["n_prompt_tokens"]
+        raise ContextLengthError(
+            f"This model's maximum context length is {context} tokens. However, the prompt has at least {fewest} "
+            f"tokens; prompts of more than {most} aren't always counted to their end.",
+            numbers={"n_prompt_tokens": fewest, "n_ctx": context},
+        ) from None
 
 
 def _constraint(

@@ -17,6 +17,7 @@ from server.api import responses
 from server.api.chat import conversation
 from server.api.context import AppContext, ServedModel
 from server.api.input import body, refusals
+from server.api.input.conversation import Conversation
 from server.api.input.members import unknown
 from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
@@ -26,7 +27,7 @@ from server.api.openapi import errors
 from server.api.output.schema import DetokenizeAnswer, InputTokensAnswer, TemplateAnswer, TokenizeAnswer
 from server.api.output.slices import array
 from server.api.output.slices import encode as to_json
-from server.api.prepare import render
+from server.api.prepare import counted, render
 from server.errors import InvalidValue
 from server.metrics import OTHER
 from server.text.tokenizer import Tokenizer
@@ -148,10 +149,14 @@ def _ids(request: TokenizeRequest, model: ServedModel) -> list[int]:
     if request.messages is not None:
         return [*tokenizer.encode("", bos=bool(request.add_special_tokens)), *_rendered(request, model)]
     if request.content is not None:
-        return tokenizer.encode(request.content, special=True, bos=bool(request.add_special))
+        return _encoded(request.content, bool(request.add_special), model)
     if request.prompt is not None:
-        return tokenizer.encode(request.prompt, special=True, bos=request.add_special_tokens is not False)
+        return _encoded(request.prompt, request.add_special_tokens is not False, model)
     raise InvalidValue("One of content, prompt and messages is needed", param="prompt")
+
+
+def _encoded(text: str, bos: bool, model: ServedModel) -> list[int]:
+    return counted(model, lambda most: model.tokenizer.encode(text, special=True, bos=bos, most=most))
 
 
 def _rendered(request: TokenizeRequest | TemplateRequest, model: ServedModel) -> list[int]:
@@ -160,7 +165,11 @@ def _rendered(request: TokenizeRequest | TemplateRequest, model: ServedModel) ->
 
 def _read(chat: ChatRequest, model: ServedModel) -> list[int]:
     refusals.check_chat(chat, model.settings)
-    return render(model.tokenizer, conversation(chat, model.settings)).ids
+    return _prompt(model, conversation(chat, model.settings))
+
+
+def _prompt(model: ServedModel, said: Conversation) -> list[int]:
+    return counted(model, lambda most: render(model.tokenizer, said, most)).ids
 
 
 def count(model: ServedModel, request: ChatRequest, bounds: Bounds | None) -> bytes:
@@ -170,7 +179,7 @@ def count(model: ServedModel, request: ChatRequest, bounds: Bounds | None) -> by
 def count_response(model: ServedModel, request: ResponsesRequest, bounds: Bounds | None) -> bytes:
     responses.check(request)
     said, _ = responses.conversation(request, model.settings)
-    return to_json({"object": "response.input_tokens", "input_tokens": len(render(model.tokenizer, said).ids)})
+    return to_json({"object": "response.input_tokens", "input_tokens": len(_prompt(model, said))})
 
 
 def apply(model: ServedModel, request: TemplateRequest, bounds: Bounds | None) -> bytes:

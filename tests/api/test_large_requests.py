@@ -226,3 +226,38 @@ def test_a_large_result_is_loaded_in_turns_with_other_threads():
         shares.append(ticks.longest / ticks.seconds)
     assert loaded == (numbers, "mine", "text")
     assert min(shares) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/tokenize", "content"),
+        ("/tokenize", "prompt"),
+        ("/tokenize", "messages"),
+        ("/apply-template", "messages"),
+        ("/v1/chat/completions/input_tokens", "messages"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/v1/responses/input_tokens", "input"),
+    ],
+)
+async def test_what_is_far_beyond_the_context_is_not_counted_to_its_end(path, told, monkeypatch):
+    """Large requests wait for each other; each of these took half a minute."""
+    monkeypatch.setattr("server.api.prepare.COUNTED", 1000)
+    monkeypatch.setattr("server.text.tokens.pieces.PIECE", 1000)
+    monkeypatch.setattr("server.text.tokens.encoding.PIECE", 1000)
+
+    def asked(count):
+        text = "word of many, " * count
+        return {told: text if told != "messages" else [{"role": "user", "content": text}], "model": "default"}
+
+    async with run_server(context=512) as site:
+        some = await site.post(path, asked(100))
+        assert some.status_code == 200
+        refused = await site.post(path, asked(12_000))
+        error = refused.json()["error"]
+        assert refused.status_code == 400
+        if path == "/v1/messages/count_tokens":
+            assert "prompt is too long" in error["message"]
+        else:
+            assert error["code"] == "context_length_exceeded"
+            assert "at least" in error["message"]
