@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import small_tokenizers as small
-from commanding import COMMAND, marathon, terminal
+from commanding import COMMAND, in_thread, marathon, terminal
 from fake_engine import FakeEngine
 from serving import HELLO, Site, engine, run_server, says
 from tokenizers import AddedToken
@@ -34,7 +34,9 @@ async def test_an_answer_is_text_on_stdout_and_nothing_else() -> None:
     assert "Say hello." in prompt
 
 
-async def test_what_is_piped_in_follows_the_text_and_system_text_precedes_it() -> None:
+async def test_what_is_piped_in_follows_the_text_and_system_text_precedes_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     async with run_server() as site:
         both = (
             "ask",
@@ -48,8 +50,8 @@ async def test_what_is_piped_in_follows_the_text_and_system_text_precedes_it() -
             "--url",
             site.url,
         )
-        told = await marathon(*both, stdin="a piped file\n")
-        await marathon("ask", "-", "--url", site.url, stdin="only piped\n")
+        told = await in_thread(capsys, *both, stdin="a piped file\n")
+        await in_thread(capsys, "ask", "-", "--url", site.url, stdin="only piped\n")
         first, second = prompts(site)
         submitted = [command for command in site.fake.commands if isinstance(command, messages.Submit)]
     assert first.index("Be brief.") < first.index("Explain:") < first.index("a piped file")
@@ -59,14 +61,17 @@ async def test_what_is_piped_in_follows_the_text_and_system_text_precedes_it() -
     assert told.code == 0
 
 
-async def test_reasoning_is_dimmed_in_a_terminal_and_left_out_of_a_pipe(tmp_path: Path) -> None:
+async def test_reasoning_is_dimmed_in_a_terminal_and_left_out_of_a_pipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tags = (AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>"))
     small.write(tmp_path, small.byte_level(*tags), small.THINKING, eos_token="<|im_end|>")
     thinker = Tokenizer.load(tmp_path, trust_remote_code=False)
     script = says("hm hm</think>It is \x1b[31mOslo.", tokens=thinker)
     fake = FakeEngine(vocab_size=thinker.vocab_size, say=script)
     async with run_server(fake, tokens=thinker) as site, terminal("ask", "Where?", "--url", site.url) as screen:
-        piped, code = await asyncio.gather(marathon("ask", "Where?", "--url", site.url), screen.end())
+        code = await screen.end()
+        piped = await in_thread(capsys, "ask", "Where?", "--url", site.url)
     assert code == 0
     assert (piped.out, piped.err) == ("It is \x1b[31mOslo.\n", "")
     thoughts, _, answer = screen.text.partition("\r\n")
@@ -76,7 +81,8 @@ async def test_reasoning_is_dimmed_in_a_terminal_and_left_out_of_a_pipe(tmp_path
 
 async def test_where_no_server_runs_one_is_started_and_ended(tiny: Callable[..., Path]) -> None:
     """Its log on stderr has its process id; the model is tiny and random, so the answer only has to be there."""
-    told = await marathon("ask", "Hello", "--max-tokens", "3", "--model", str(tiny("llama")), MARATHON_PORT="1")
+    environment = {"MARATHON_PORT": "1", "MARATHON_LIVE_BUFFERS": "off"}  # no counter has to be built
+    told = await marathon("ask", "Hello", "--max-tokens", "3", "--model", str(tiny("llama")), **environment)
     assert told.code == 0, told.err
     assert told.err.startswith("marathon: no server answers at http://127.0.0.1:1, so one is started")
     assert "Marathon serves" in told.err
@@ -85,12 +91,11 @@ async def test_where_no_server_runs_one_is_started_and_ended(tiny: Callable[...,
         httpx.get(f"http://127.0.0.1:{port}/live", trust_env=False)
 
 
-async def test_an_error_is_one_line_and_exit_code_1() -> None:
+async def test_an_error_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     async with run_server() as site:
-        refused, empty = await asyncio.gather(
-            marathon("ask", "Hello", "--temperature", "99", "--url", site.url), marathon("ask", "--url", site.url)
-        )
-    nowhere = await marathon("ask", "Hello", "--url", "http://127.0.0.1:1")
+        refused = await in_thread(capsys, "ask", "Hello", "--temperature", "99", "--url", site.url)
+        empty = await in_thread(capsys, "ask", "--url", site.url)
+    nowhere = await in_thread(capsys, "ask", "Hello", "--url", "http://127.0.0.1:1")
     for told, words in (
         (refused, "temperature"),
         (empty, "there is no question"),

@@ -6,23 +6,27 @@ import asyncio
 import json
 import re
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from commanding import COMMAND, marathon, terminal
+import pytest
+from commanding import COMMAND, in_thread, terminal
 from serving import engine, run_server, says
+
+Capture = pytest.CaptureFixture[str]
 
 LONG = {"model": "tiny", "prompt": "a secret of mine", "max_tokens": 100_000, "stream": True}
 
 
-async def test_a_healthy_server_is_shown_with_its_generations_and_exit_code_0() -> None:
+async def test_a_healthy_server_is_shown_with_its_generations_and_exit_code_0(capsys: Capture) -> None:
     async with (
         run_server(engine(say=says("word", stop=False), step_seconds=0.05)) as site,
         site.client.stream("POST", "/v1/completions", json=LONG) as answer,
     ):
         pieces = answer.aiter_bytes()
         await anext(pieces)
-        told, as_json = await asyncio.gather(
-            marathon("status", "--url", site.url), marathon("status", "--json", "--url", f"{site.url}/v1")
-        )
+        told = await in_thread(capsys, "status", "--url", site.url)
+        as_json = await in_thread(capsys, "status", "--json", "--url", f"{site.url}/v1")
     assert (told.code, told.err) == (0, "")
     first, *others = told.out.splitlines()
     assert re.fullmatch(r"\w+: tiny, marathon [\d.]+, up for .*", first)
@@ -33,28 +37,48 @@ async def test_a_healthy_server_is_shown_with_its_generations_and_exit_code_0() 
     assert json.loads(as_json.out)["verdict"]["level"] == "ok"
 
 
-async def test_a_server_in_trouble_gives_exit_code_1_and_names_the_trouble() -> None:
+async def test_a_server_in_trouble_gives_exit_code_1_and_names_the_trouble(capsys: Capture) -> None:
     async with run_server(engine(pressure="hold")) as site:
         await site.until(lambda: site.served.feed.report().status.pressure == "hold")
-        told = await marathon("status", "--url", site.url)
+        told = await in_thread(capsys, "status", "--url", site.url)
     assert told.code == 1
     assert "No new work starts until memory or buffers are free again." in told.out
 
 
-async def test_no_server_gives_exit_code_2_and_one_line() -> None:
-    told = await marathon("status", MARATHON_PORT="1")
+async def test_no_server_gives_exit_code_2_and_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARATHON_PORT", "1")
+    told = await in_thread(capsys, "status")
     assert (told.code, told.out) == (2, "")
     assert told.err == "marathon: no server answers at http://127.0.0.1:1; `marathon serve` starts one\n"
 
 
-async def test_a_key_is_taken_from_the_environment_and_its_lack_is_one_line() -> None:
+async def test_a_key_is_taken_from_the_environment_and_its_lack_is_one_line(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with run_server(api_key=["sesame"]) as site:
-        with_key, without = await asyncio.gather(
-            marathon("status", "--url", site.url, MARATHON_API_KEY="sesame"), marathon("status", "--url", site.url)
-        )
-    assert with_key.code == 0
+        without = await in_thread(capsys, "status", "--url", site.url)
+        given = await in_thread(capsys, "status", "--url", site.url, "--api-key", "sesame")
+        monkeypatch.setenv("MARATHON_API_KEY", "sesame")
+        of_environment = await in_thread(capsys, "status", "--url", site.url)
+    assert (given.code, of_environment.code) == (0, 0)
     assert (without.code, len(without.err.splitlines())) == (2, 1)
     assert " answers 401: " in without.err
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+async def test_another_program_at_the_address_is_named_in_one_line(command: str, capsys: Capture) -> None:
+    async with await asyncio.start_server(_other_program, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        told = await in_thread(capsys, command, "--url", f"http://127.0.0.1:{port}")
+    assert (told.code, told.out, len(told.err.splitlines())) == (2, "", 1)
+    assert "is no Marathon of this version" in told.err
+
+
+async def _other_program(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nevent: report\ndata: {}\n\n")
+    await writer.drain()
+    writer.close()
 
 
 async def test_top_in_a_pipe_is_a_line_a_second_until_it_is_interrupted() -> None:
@@ -68,14 +92,36 @@ async def test_top_in_a_pipe_is_a_line_a_second_until_it_is_interrupted() -> Non
         _, err = await asyncio.wait_for(process.communicate(), 20)
     assert (process.returncode, err) == (0, b"")
     for line in lines:
-        assert re.match(r"\d\d:\d\d:\d\d Healthy; speed 0\.0 tokens/s; sequences 0 of 32 running", line)
+        assert re.match(r"\d\d:\d\d:\d\d (Loading|Healthy); speed 0\.0 tokens/s; sequences 0 of 32 running", line)
 
 
-async def test_top_in_a_terminal_draws_over_its_last_picture_and_outlives_the_server() -> None:
-    async with run_server() as site, terminal("top", "--url", site.url) as screen:
+async def test_top_in_a_terminal_draws_over_its_last_picture_and_waits_for_a_server_that_is_away() -> None:
+    async with run_server() as site, door(site.url) as url, terminal("top", "--url", url) as screen:
+        await screen.until(f"No server answers at {url}")
         await screen.until("Ready; nothing is running.")
-        assert screen.text.startswith("\033[H")
+        assert screen.text.count("\x1b[H") >= 2
         site.server.handle_exit(2, None)
-        await screen.until("it is asked again each second.")
+        await screen.until("it is asked again each second.\x1b[K\r\n\x1b[J")
         assert await screen.ctrl_c() == 0
     assert "Traceback" not in screen.text
+
+
+@asynccontextmanager
+async def door(url: str) -> AsyncIterator[str]:
+    """Let every connection but the first through to the server."""
+    turned_away: list[asyncio.StreamWriter] = []
+
+    async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not turned_away:
+            turned_away.append(writer)
+            writer.close()
+            return
+        inner, onwards = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        onwards.write(await reader.readuntil(b"\r\n\r\n"))
+        while piece := await inner.read(1 << 16):
+            writer.write(piece)
+        writer.close()
+        onwards.close()
+
+    async with await asyncio.start_server(enter, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
