@@ -10,7 +10,7 @@ single padded batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from server.compute.rows import Row
@@ -215,8 +215,14 @@ class Groups:
             return []
         return [number for number in self.order() if not any(row.solo for row in self._batches[number].rows)]
 
-    def leave(self, seqs: Iterable[int], keep: Callable[[int], bool] | None = None) -> Plan[None]:
-        """Plan to drop rows, of all batches at once; what a row has read is kept where `keep(tokens)` says so."""
+    def lengths(self, seqs: Iterable[int]) -> dict[int, int]:
+        """Return the tokens of each of these rows that is in a batch."""
+        wanted = set(seqs)
+        batches = self._batches.values()
+        return {row.seq: batch.length(row) for batch in batches for row in batch.rows if row.seq in wanted}
+
+    def leave(self, seqs: Iterable[int], kept: Collection[int] = ()) -> Plan[None]:
+        """Plan to drop rows, of all batches at once; what the rows in `kept` have read is kept."""
         gone = set(seqs)
         if not gone:
             return
@@ -226,7 +232,7 @@ class Groups:
             if not leaving:
                 continue
             for row in leaving:
-                if keep is not None and keep(batch.length(row)):
+                if row.seq in kept:
                     yield KeepRow(number, row.seq)
             yield Leave(number, tuple(row.seq for row in leaving))
         self._sweep()

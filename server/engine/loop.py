@@ -203,7 +203,10 @@ class Loop:
         try:
             self.runner.follow(self._prefill.keep(seq, room))
             self._forget(seq)
-            self.runner.follow(self._groups.leave([seq], lambda length: self._policy.keeps_begun(length, room)))
+            kept = [
+                one for one, length in self._groups.lengths([seq]).items() if self._policy.keeps_begun(length, room)
+            ]
+            self.runner.follow(self._groups.leave([seq], kept))
         except OperationFailure as failure:
             self._forget(seq)
             self._survive(failure)
@@ -328,9 +331,11 @@ class Loop:
         room = self.runner.room
         try:
             gone = [seq for seq, _ in ended]
-            self.runner.follow(self._groups.leave(gone, lambda length: self._policy.keeps_read(length, room)))
+            kept = [seq for seq, length in self._groups.lengths(gone).items() if self._policy.keeps_read(length, room)]
+            self.runner.follow(self._groups.leave(gone, kept))
             lost = [row.seq for row, _ in failed]
-            self.runner.follow(self._groups.leave(lost, lambda length: self._policy.keeps_begun(length, room)))
+            kept = [seq for seq, length in self._groups.lengths(lost).items() if self._policy.keeps_begun(length, room)]
+            self.runner.follow(self._groups.leave(lost, kept))
         except OperationFailure as failure:
             self._survive(failure)
 

@@ -284,7 +284,7 @@ def test_what_leaves_is_handed_over_with_its_tokens():
     groups.join(rows)
     for batch in groups.due():
         batch.step()
-    groups.leave([rows[2], rows[0]], keep=lambda length: length >= 5)
+    groups.leave([rows[2], rows[0]], kept=[rows[2], rows[0]])
     kept = groups.executor.kept
     assert [len(tokens) for tokens, _ in kept] == [5, 7]
     assert [caches for _, caches in kept] == [[f"caches of {rows[i].seq}"] for i in (0, 2)]

@@ -178,8 +178,8 @@ class Gathering:
         self.executor.rows |= {one.seq: one for one in rows}
         follow(self.groups.join(rows), self.executor.do)
 
-    def leave(self, rows, keep=None):
-        follow(self.groups.leave([one.seq for one in rows], keep), self.executor.do)
+    def leave(self, rows, kept=()):
+        follow(self.groups.leave([one.seq for one in rows], [one.seq for one in kept]), self.executor.do)
 
     def due(self):
         """The batches to step."""
