@@ -34,19 +34,23 @@ CONTEXT = 65_536
 WORDS = 1500  # of the last answer
 STRIKES = (300, 800)  # tokens of all answers at which the engine is killed
 CACHED = 0.95  # of a later turn's prompt
+PROMPT = "SCRIPT:ab Do as you are told."
 TOKENS = "marathon_generation_tokens_total"
 PATCH = "*** Begin Patch\n*** Add File: patched.txt\n+by a patch\n*** End Patch\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One agent: npm's name of it, the turns that its model says, and how it is run and judged."""
+    """One agent: npm's name of it, the turns that its model says, how it is run and judged, which routes it asks, and
+    the prompts with which it is run again afterwards."""
 
     name: str
     package: str
     script: list[list[str]]
     command: Callable[[Path, Path, str], tuple[list[str], dict[str, str]]]
     faults: Callable[[Path, str], Iterator[str]]
+    routes: tuple[str, ...]
+    later: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------- Codex
@@ -86,7 +90,7 @@ wire_api = "responses"
     (home / "config.toml").write_text(settings, encoding="utf-8")
     program = folder / "node_modules" / ".bin" / "codex"
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-o", str(home / "last.txt")]
-    return [str(program), "exec", *flags, "SCRIPT:ab Do as you are told."], {"CODEX_HOME": str(home)}
+    return [str(program), "exec", *flags, PROMPT], {"CODEX_HOME": str(home)}
 
 
 def codex_model() -> dict[str, Any]:
@@ -145,7 +149,7 @@ def claude(folder: Path, home: Path, url: str) -> tuple[list[str], dict[str, str
     program = folder / "node_modules" / ".bin" / "claude"
     tools = ["--allowedTools", "Bash", "Read", "ToolSearch", "CronList"]
     said = ["--verbose", "--output-format", "stream-json"]
-    return [str(program), "-p", "SCRIPT:ab Do as you are told.", *said, *tools], {
+    return [str(program), "-p", PROMPT, *said, *tools], {
         "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
         "ANTHROPIC_AUTH_TOKEN": "none",
         "ANTHROPIC_MODEL": "default",
@@ -168,13 +172,23 @@ def claude_faults(home: Path, said: str) -> Iterator[str]:
         yield "the deferred tool wasn't found"
     if "No such tool" in said or '"is_error":true' in said:
         yield "a call failed"
+    if "## Context Usage" not in said or not re.search(r"\| System tools \| [1-9]", said):
+        yield "/context doesn't count the tools"
     if "".join(last_answer()).strip() not in said:
         yield "the last answer didn't come out word for word"
 
 
 AGENTS = [
-    Agent("codex", "@openai/codex@0.171.0", CODEX_SCRIPT, codex, codex_faults),
-    Agent("claude", "@anthropic-ai/claude-code@2.1.197", CLAUDE_SCRIPT, claude, claude_faults),
+    Agent("codex", "@openai/codex@0.171.0", CODEX_SCRIPT, codex, codex_faults, ("/v1/responses",)),
+    Agent(
+        "claude",
+        "@anthropic-ai/claude-code@2.1.197",
+        CLAUDE_SCRIPT,
+        claude,
+        claude_faults,
+        ("/v1/messages", "/v1/messages/count_tokens"),
+        later=("/context",),
+    ),
 ]
 
 
@@ -210,8 +224,11 @@ def trial(agent: Agent, cache: Path, folder: Path) -> list[str]:
         kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         with struck(server) as struck_at:
             said = _run(command, kept | {"HOME": str(home)} | more, home / "work")
-        found = list(agent.faults(home, said))
-        found += cache_faults(server.log.read_text(encoding="utf-8"))
+        for prompt in agent.later:
+            again = [prompt if word == PROMPT else word for word in command]
+            said += _run(again, kept | {"HOME": str(home)} | more, home / "work")
+        log = server.log.read_text(encoding="utf-8")
+        found = [*agent.faults(home, said), *cache_faults(log), *route_faults(log, agent.routes)]
         if len(struck_at) < len(STRIKES):
             found.append(f"the engine was killed {len(struck_at)} times, not {len(STRIKES)}")
     if found:
@@ -267,6 +284,14 @@ def cache_faults(log: str) -> Iterator[str]:
     for number, (prompt, cached) in enumerate(turns[1:], 2):
         if int(cached) < CACHED * int(prompt):
             yield f"turn {number} read {cached} of {prompt} tokens from the cache"
+
+
+def route_faults(log: str, routes: tuple[str, ...]) -> Iterator[str]:
+    """Each of these routes was asked, and every request was answered with 200."""
+    answers = re.findall(r"POST (\S+) (\d+) ", log)
+    asked = {route for route, _ in answers}
+    yield from (f"{route} wasn't asked" for route in routes if route not in asked)
+    yield from (f"{route} answered {status}" for route, status in answers if status != "200")
 
 
 def main() -> int:
