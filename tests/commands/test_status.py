@@ -52,6 +52,12 @@ async def test_no_server_gives_exit_code_2_and_one_line(capsys: Capture, monkeyp
     assert told.err == "marathon: no server answers at http://127.0.0.1:1; `marathon serve` starts one\n"
 
 
+@pytest.mark.parametrize("command", ["status", "top"])
+async def test_an_address_that_is_none_is_one_line(command: str, capsys: Capture) -> None:
+    told = await in_thread(capsys, command, "--url", "http://[")
+    assert (told.code, len(told.err.splitlines())) == (2, 1)
+
+
 async def test_a_key_is_taken_from_the_environment_and_its_lack_is_one_line(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
