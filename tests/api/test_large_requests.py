@@ -261,3 +261,15 @@ async def test_what_is_far_beyond_the_context_is_not_counted_to_its_end(path, to
         else:
             assert error["code"] == "context_length_exceeded"
             assert "at least" in error["message"]
+
+
+@pytest.mark.parametrize("part", ["[]", "5", '{"a":1}'])
+async def test_a_body_of_many_values_is_prepared_as_a_large_one(part, monkeypatch):
+    monkeypatch.setattr(body, "parse", lambda content: pytest.fail("parsed in the server process"))
+    count = context.MANY_VALUES + 1
+    content = f'{{"model": "default", "prompt": "Say", "max_tokens": 1, "unheard": [{",".join([part] * count)}]}}'
+    content = content[: LARGE_BYTES - 2]
+    async with run_server() as site:
+        answer = await site.client.post("/v1/completions", content=content.encode())
+        assert answer.status_code in (200, 400)
+        assert site.served.large.pid is not None
