@@ -19,16 +19,6 @@ from server.supervision.supervisor import Supervisor
 FOR_EVER = 10**6
 
 
-@pytest.fixture
-def fake() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def counts() -> Recorded:
-    return Recorded()
-
-
 # ---------------------------------------------------------------- one death
 DEATHS: dict[str, Callable[[FakeEngine], None]] = {
     "killed": lambda fake: fake.die(),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fake_engine import FakeEngine
-from supervising import Recorded, collect, endless, first_tokens, sequence, supervise, until
+from supervising import collect, endless, first_tokens, sequence, supervise, until
 from virtual_time import Loop, played
 
 from server.engine.durations import KEPT, Durations
@@ -19,11 +19,6 @@ from server.supervision.timeouts import LONGEST_STALL, StallLimit
 @pytest.fixture
 def fake() -> FakeEngine:
     return FakeEngine(progress_seconds=1.0)
-
-
-@pytest.fixture
-def counts() -> Recorded:
-    return Recorded()
 
 
 def thresholds(supervisor) -> list[float]:
