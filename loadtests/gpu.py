@@ -39,7 +39,7 @@ def bars(streams: int) -> list[Bar]:
         Bar("output tok/s × mlx_lm.server", ratio("tok_s", REFERENCE), "≥", 2.0 if streams >= 32 else 1.0),
         Bar("output tok/s", of("tok_s")),
         Bar("raw's output tok/s", of("tok_s", "raw")),
-        Bar("mlx_lm.server's output tok/s × raw", ratio("tok_s", subject=REFERENCE)),
+        Bar("mlx_lm.server's output tok/s × raw", ratio("tok_s", target=REFERENCE)),
         Bar("TTFT p50 × raw", ratio("ttft_p50")),
         Bar("CPU seconds per 1,000 tokens × raw", ratio("cpu_s_per_1k")),
         Bar("chunks ÷ tokens", of("chunks_per_token"), "≥", 0.9),
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, if they fit")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--streams", nargs="+", type=int, choices=STREAMS, default=STREAMS, help="how many at once")
-    parser.add_argument("--subjects", nargs="+", choices=NAMES, default=NAMES, help="who is measured")
+    parser.add_argument("--targets", nargs="+", choices=NAMES, default=NAMES, help="who is measured")
     parser.add_argument("--folder", type=Path, help="where models and logs are kept; default: the temporary folder")
     parser.add_argument("--quick", action="store_true", help="tiny models and loads: shows that it works")
     return parser.parse_args(arguments)
@@ -85,7 +85,7 @@ def main() -> int:
         rounds=arguments.rounds,
         folder=folder,
         logs=folder / "logs",
-        subjects=arguments.subjects,
+        targets=arguments.targets,
         quick=arguments.quick,
         rows=max(arguments.streams),
     )

@@ -2,7 +2,7 @@
 
 Times the engine's own decode step with the guard and without it, in pairs of blocks from one and the same state, in
 random order, and gives the ratio with its 95 % bootstrap interval; beside it the host time of a walk alone and of the
-guard in the step. The subjects are a random 16-layer hybrid of hidden size 256 and, where it is there, the starter
+guard in the step. The targets are a random 16-layer hybrid of hidden size 256 and, where it is there, the starter
 model, or the folders named. Writes one CSV row a block and a table; its exit code is 0 when every interval's upper end
 is within the bar. Runs MLX in its own process, on whatever device MLX takes; needs no network.
 """
@@ -101,7 +101,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the pairs of one subject say."""
+    """What the pairs of one target say."""
 
     name: str
     rows: int
@@ -161,7 +161,7 @@ def measure(name: str, model: Any, rows: int, arguments: argparse.Namespace, led
     return Cost(name, rows, found[True], found[False], *bench.walk())
 
 
-def subjects(folders: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+def targets(folders: Sequence[Path]) -> Iterator[tuple[str, Any]]:
     name, family, layers, hidden = HYBRID
     yield name, zoo.build(family, layers=layers, hidden=hidden)
     starter = cache_folder() / NAME
@@ -189,7 +189,7 @@ def main() -> int:
     with Ledger(arguments.out, "guard_cost", device()) as ledger:
         costs = [
             measure(name, model, rows, arguments, ledger)
-            for name, model in subjects(arguments.model)
+            for name, model in targets(arguments.model)
             for rows in arguments.rows
         ]
         lines = [

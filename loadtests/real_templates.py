@@ -63,10 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--templates", type=Path, metavar="FOLDER", help="try the templates in this folder, too")
     parser.add_argument("--drawn", type=int, default=80, help="how many longer conversations are tried")
     asked = parser.parse_args(arguments)
-    subjects = [subject for subject in SUBJECTS if not asked.only or subject.package in asked.only]
+    targets = [target for target in SUBJECTS if not asked.only or target.package in asked.only]
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name, tokenizer, typed in loaded(subjects, asked.tokenizers, asked.templates, Path(folder)):
+        for name, tokenizer, typed in loaded(targets, asked.tokenizers, asked.templates, Path(folder)):
             found = list(faults(tokenizer, typed, asked.drawn))
             bad += bool(found)
             print(f"{name}: {len(found)} faults" if found else f"{name}: all holds", flush=True)
@@ -75,22 +75,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def loaded(
-    subjects: list[Subject], tokenizers: Path, templates: Path | None, folder: Path
+    targets: list[Subject], tokenizers: Path, templates: Path | None, folder: Path
 ) -> Iterator[tuple[str, Tokenizer, str]]:
     """Each tokenizer with its template, and what a user types."""
-    present = [subject for subject in subjects if (tokenizers / subject.package / "package" / "models").is_dir()]
-    for subject in subjects:
-        if subject not in present:
-            print(f"{subject.package}: skipped, it isn't in {tokenizers}")
-    for subject in present:
-        yield subject.package, load(subject, tokenizers, subject.template, folder), subject.typed
+    present = [target for target in targets if (tokenizers / target.package / "package" / "models").is_dir()]
+    for target in targets:
+        if target not in present:
+            print(f"{target.package}: skipped, it isn't in {tokenizers}")
+    for target in present:
+        yield target.package, load(target, tokenizers, target.template, folder), target.typed
     for file in sorted(templates.glob("*.jinja")) if templates and present else []:
         template = file.read_text(encoding="utf-8")
         yield file.stem, load(present[0], tokenizers, template, folder), present[0].typed
 
 
-def load(subject: Subject, tokenizers: Path, template: str, folder: Path) -> Tokenizer:
-    shutil.copytree(tokenizers / subject.package / "package" / "models", folder / "model", dirs_exist_ok=True)
+def load(target: Subject, tokenizers: Path, template: str, folder: Path) -> Tokenizer:
+    shutil.copytree(tokenizers / target.package / "package" / "models", folder / "model", dirs_exist_ok=True)
     config = folder / "model" / "tokenizer_config.json"
     shown = json.loads(config.read_text(encoding="utf-8")) | ({"chat_template": template} if template else {})
     config.write_text(json.dumps(shown), encoding="utf-8")

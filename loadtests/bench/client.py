@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import uvloop
 
-from loadtests.bench.workload import Ask, Order, Stream, to_line, to_order
+from loadtests.bench.workload import LoadRequest, Order, Stream, to_line, to_order
 
 TAIL = 4096  # bytes of the end of an answer that hold usage, [DONE] or an error
 SECONDS = 600.0  # longest that a load may take
@@ -29,7 +29,7 @@ _END = b"data: [DONE]"
 class Channel(asyncio.Protocol):
     """One connection for one streamed answer. Owned by the `Load` that opened it."""
 
-    def __init__(self, ask: Ask, on_news: Callable[[], None]) -> None:
+    def __init__(self, ask: LoadRequest, on_news: Callable[[], None]) -> None:
         self.ask = ask
         self.times: list[float] = []
         self.counts: list[int] = []
@@ -146,7 +146,7 @@ def last_usage(tail: bytes) -> dict[str, Any] | None:
     return None
 
 
-def request(ask: Ask, port: int, fields: dict[str, Any]) -> bytes:
+def request(ask: LoadRequest, port: int, fields: dict[str, Any]) -> bytes:
     """The whole HTTP request."""
     path = "/v1/chat/completions" if ask.messages else "/v1/completions"
     content = {"messages": ask.messages} if ask.messages else {"prompt": ask.prompt}
@@ -157,21 +157,21 @@ def request(ask: Ask, port: int, fields: dict[str, Any]) -> bytes:
 
 
 class Load:
-    """The asks of one order, under way together."""
+    """The requests of one order, under way together."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._requests = [request(ask, order.port, order.fields) for ask in order.asks]
+        self._requests = [request(ask, order.port, order.fields) for ask in order.requests]
         self._channels: list[Channel] = []
         self._waiting: dict[int, tuple[int, int]] = {}
 
     async def run(self) -> list[Stream]:
         loop = asyncio.get_running_loop()
-        for ask in self._order.asks:
+        for ask in self._order.requests:
             make = lambda ask=ask: Channel(ask, self._release)  # noqa: E731
             _, channel = await loop.create_connection(make, "127.0.0.1", self._order.port)
             self._channels.append(channel)
-        self._waiting = {i: ask.after for i, ask in enumerate(self._order.asks) if ask.after}
+        self._waiting = {i: ask.after for i, ask in enumerate(self._order.requests) if ask.after}
         for stream, _ in self._waiting.values():
             self._channels[stream].watched = True
         start = perf_counter()
@@ -205,7 +205,7 @@ async def obey(order: Order) -> list[Stream]:
     if not order.reuse:
         return await Load(order).run()
     streams = []
-    for ask in order.asks:
+    for ask in order.requests:
         single = Order([ask], order.port, order.fields)
         streams += await Load(single).run()
         if streams[-1].error:

@@ -34,8 +34,8 @@ COLUMNS = (
 )
 RESAMPLES = 2000
 
-Figures = Mapping[str, float]  # what one subject reached in one round, by name
-Round = Mapping[str, Figures]  # by subject
+Figures = Mapping[str, float]  # what one target reached in one round, by name
+Round = Mapping[str, Figures]  # by target
 Sense = Literal["≥", "≤"]
 
 
@@ -55,7 +55,7 @@ class Bar:
     """A promise: the median over the rounds of `value(round)` is `sense` `limit`; with `worst`, that of the worst
     round. Without a limit it is only shown.
 
-    `value` may raise KeyError for a round in which a subject failed, or divide by a figure of 0; that round doesn't
+    `value` may raise KeyError for a round in which a target failed, or divide by a figure of 0; that round doesn't
     count.
     """
 
@@ -101,8 +101,8 @@ class Verdict:
         return "" if self.bar.limit is None else f"{self.bar.sense} {number(self.bar.limit)}"
 
 
-def judge(row: str, bars: Sequence[Bar], rounds: Sequence[Round], subjects: Sequence[str]) -> list[Verdict]:
-    """A verdict for each bar, but for those that need a subject which isn't in `subjects`."""
+def judge(row: str, bars: Sequence[Bar], rounds: Sequence[Round], targets: Sequence[str]) -> list[Verdict]:
+    """A verdict for each bar, but for those that need a target which isn't in `targets`."""
     verdicts = []
     for bar in bars:
         values, absent = [], set()
@@ -113,23 +113,23 @@ def judge(row: str, bars: Sequence[Bar], rounds: Sequence[Round], subjects: Sequ
                 absent.add(error.args[0])
             except ZeroDivisionError:
                 continue
-        if values or not absent or absent & set(subjects):
+        if values or not absent or absent & set(targets):
             verdicts.append(Verdict(row, bar, values))
     return verdicts
 
 
-def ratio(figure: str, over: str = "raw", subject: str = "marathon") -> Callable[[Round], float]:
-    """`figure` of one subject divided by the other's, in the same round."""
-    return lambda one: one[subject][figure] / one[over][figure]
+def ratio(figure: str, over: str = "raw", target: str = "marathon") -> Callable[[Round], float]:
+    """`figure` of one target divided by the other's, in the same round."""
+    return lambda one: one[target][figure] / one[over][figure]
 
 
-def quotient(figure: str, over: str, subject: str = "marathon") -> Callable[[Round], float]:
-    """One figure of a subject divided by another figure of the same."""
-    return lambda one: one[subject][figure] / one[subject][over]
+def quotient(figure: str, over: str, target: str = "marathon") -> Callable[[Round], float]:
+    """One figure of a target divided by another figure of the same."""
+    return lambda one: one[target][figure] / one[target][over]
 
 
-def of(figure: str, subject: str = "marathon") -> Callable[[Round], float]:
-    return lambda one: one[subject][figure]
+def of(figure: str, target: str = "marathon") -> Callable[[Round], float]:
+    return lambda one: one[target][figure]
 
 
 def number(value: float) -> str:
@@ -178,12 +178,12 @@ class Ledger:
         if fresh:
             self._rows.writerow(COLUMNS)
 
-    def note(self, row: str, model: str, place: tuple[int, int], subject: str, figures: Figures) -> None:
+    def note(self, row: str, model: str, place: tuple[int, int], target: str, figures: Figures) -> None:
         """`place`: the round, and which in the round's random order it was."""
         now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         packages = [version_of(name) for name in ("mlx", "mlx-lm", "mlx-marathon")]
         for figure, value in figures.items():
-            measured = [row, model, *place, subject, figure, f"{value:.6g}"]
+            measured = [row, model, *place, target, figure, f"{value:.6g}"]
             self._rows.writerow([now, self._run, *measured, self.machine.device or "CPU", *packages])
         self._file.flush()
 

@@ -20,11 +20,11 @@ from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
-from loadtests.bench.workload import Ask, Order, Stream, to_line, to_order
+from loadtests.bench.workload import LoadRequest, Order, Stream, to_line, to_order
 
 
 class Direct:
-    """A model and a way to run asks on it. Samplers are kept by their parameters, so that what was seen before is
+    """A model and a way to run requests on it. Samplers are kept by their parameters, so that what was seen before is
     not compiled again."""
 
     def __init__(self, folder: Path, rows: int) -> None:
@@ -34,22 +34,24 @@ class Direct:
         self._samplers: dict[tuple[tuple[str, int | float], ...], Any] = {}
 
     def obey(self, order: Order) -> list[Stream]:
-        return self.converse(order.asks) if order.reuse else self.run(order.asks)
+        return self.converse(order.requests) if order.reuse else self.run(order.requests)
 
-    # ------------------------------------------------------------ asks together
-    def run(self, asks: list[Ask]) -> list[Stream]:
-        return Run(self._generator(), asks, [self.tokens(ask) for ask in asks], [self._sampler(a) for a in asks]).go()
+    # ------------------------------------------------------------ requests together
+    def run(self, requests: list[LoadRequest]) -> list[Stream]:
+        return Run(
+            self._generator(), requests, [self.tokens(ask) for ask in requests], [self._sampler(a) for a in requests]
+        ).go()
 
     def _generator(self) -> BatchGenerator:
         return BatchGenerator(self._model, completion_batch_size=self._rows)
 
-    def tokens(self, ask: Ask) -> list[int]:
+    def tokens(self, ask: LoadRequest) -> list[int]:
         """The prompt as the servers read it."""
         if ask.messages:
             return list(self._tokenizer.apply_chat_template(ask.messages, add_generation_prompt=True, tokenize=True))
         return list(self._tokenizer.encode(ask.prompt))
 
-    def _sampler(self, ask: Ask) -> Any:
+    def _sampler(self, ask: LoadRequest) -> Any:
         wanted = {name: value for name, value in ask.sampling.items() if name != "seed"}
         key = tuple(sorted(wanted.items()))
         if key not in self._samplers:
@@ -58,12 +60,12 @@ class Direct:
         return self._samplers[key]
 
     # ------------------------------------------------------------ an ideal prefix cache
-    def converse(self, asks: list[Ask]) -> list[Stream]:
+    def converse(self, requests: list[LoadRequest]) -> list[Stream]:
         """Each ask in turn, on the caches of the one before: kept by reference, cut back to what both share."""
         streams: list[Stream] = []
         known: list[int] = []
         caches: list[Any] | None = None
-        for ask in asks:
+        for ask in requests:
             prompt = self.tokens(ask)
             shared = min(_common(known, prompt), len(prompt) - 1)
             if caches is not None and shared < len(known):
@@ -84,37 +86,37 @@ class Run:
     def __init__(
         self,
         generator: BatchGenerator,
-        asks: list[Ask],
+        requests: list[LoadRequest],
         prompts: list[list[int]],
         samplers: list[Any],
         caches: list[Any] | None = None,
         cached: int = 0,
     ) -> None:
         """`caches`: of the only ask's first `cached` tokens, which `prompts` leaves out."""
-        self._generator, self._asks, self._prompts, self._samplers = generator, asks, prompts, samplers
+        self._generator, self._requests, self._prompts, self._samplers = generator, requests, prompts, samplers
         self.caches, self._cached = caches, cached
         self.held: list[int] = []  # tokens that this run added to the caches
-        self._started = [0.0] * len(asks)
-        self._times: list[list[float]] = [[] for _ in asks]
+        self._started = [0.0] * len(requests)
+        self._times: list[list[float]] = [[] for _ in requests]
         self._places: dict[int, int] = {}  # uid of a running ask → its index
-        self._waiting = {i: ask.after for i, ask in enumerate(asks) if ask.after}
+        self._waiting = {i: ask.after for i, ask in enumerate(requests) if ask.after}
         self._start = 0.0
 
     def go(self) -> list[Stream]:
         self._start = perf_counter()
-        self._insert([i for i in range(len(self._asks)) if i not in self._waiting])
+        self._insert([i for i in range(len(self._requests)) if i not in self._waiting])
         while self._places:
             self._take(self._generator.next()[1])
             if self._waiting:
                 self._release()
         self._generator.close()
-        return [self._stream(i) for i in range(len(self._asks))]
+        return [self._stream(i) for i in range(len(self._requests))]
 
     def _insert(self, indices: list[int]) -> None:
         now = perf_counter() - self._start
         uids = self._generator.insert(
             [self._prompts[i] for i in indices],
-            [self._asks[i].max_tokens for i in indices],
+            [self._requests[i].max_tokens for i in indices],
             caches=None if self.caches is None else [self.caches],
             samplers=[self._samplers[i] for i in indices],
         )

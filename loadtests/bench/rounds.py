@@ -1,7 +1,7 @@
 """Rows, rounds and stages: how measurements are taken so that they can be compared.
 
-Owns the order of things. A stage is one model with its subjects running; in each of its rounds every row measures
-every subject, rows and subjects in random order, all with the same asks. Round 0 warms up and doesn't count.
+Owns the order of things. A stage is one model with its targets running; in each of its rounds every row measures
+every target, rows and targets in random order, all with the same requests. Round 0 warms up and doesn't count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from loadtests.bench.ledger import Bar, Figures, Ledger, Verdict, judge, number
-from loadtests.bench.targets import NAMES, Subject, opened
+from loadtests.bench.targets import NAMES, Target, opened
 from loadtests.harness import REST_SECONDS, ROOT, Failed
 from loadtests.zoo.models import obtain, words
 
@@ -25,12 +25,12 @@ WARM_UP_TOKENS, QUICK_TOKENS, QUICK_STREAMS = 64, 24, 4
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The scale and the randomness of one row in one round; every subject gets the same."""
+    """The scale and the randomness of one row in one round; every target gets the same."""
 
     random: random.Random
     quick: bool = False
     warm_up: bool = False
-    profile: bool = False  # ask the subject as well where its time went, which takes a second
+    profile: bool = False  # ask the target as well where its time went, which takes a second
 
     def tokens(self, wanted: int) -> int:
         """Length of an answer."""
@@ -51,13 +51,13 @@ def _words() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line or more of the table: how to measure a subject, and what is promised."""
+    """One line or more of the table: how to measure a target, and what is promised."""
 
     name: str
     model: str
-    measure: Callable[[Subject, Work], Figures]
+    measure: Callable[[Target, Work], Figures]
     bars: Sequence[Bar]
-    subjects: Sequence[str] = NAMES
+    targets: Sequence[str] = NAMES
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Plan:
     rounds: int
     folder: Path  # of the models
     logs: Path
-    subjects: Sequence[str] = NAMES
+    targets: Sequence[str] = NAMES
     quick: bool = False
     seed: int = 0
     rows: int = 32  # sequences decoded together
@@ -91,52 +91,52 @@ class Stage:
 
     def run(self) -> list[Verdict]:
         plan = self._plan
-        wanted = [name for name in plan.subjects if any(name in row.subjects for row in self._rows)]
+        wanted = [name for name in plan.targets if any(name in row.targets for row in self._rows)]
         folder = obtain(self._model, plan.folder)
-        with opened(folder, wanted, plan.logs, rows=plan.rows, earlier=plan.earlier) as subjects:
+        with opened(folder, wanted, plan.logs, rows=plan.rows, earlier=plan.earlier) as targets:
             began, longest = monotonic(), 0.0
             for turn in range(plan.rounds + 1):
                 if turn > 1 and monotonic() + longest > plan.deadline:
                     self._say(f"{self._model}: time for {turn - 1} of {plan.rounds} rounds only")
                     break
-                self._round(turn, subjects)
+                self._round(turn, targets)
                 longest, began = max(longest, monotonic() - began), monotonic()
         bars = [(row.name, row.bars) for row in self._rows] + [(MEMORY, memory_bars(self._model))]
         return [verdict for name, own in bars for verdict in judge(name, own, self._taken[name], wanted)]
 
-    def _round(self, turn: int, subjects: dict[str, Subject]) -> None:
+    def _round(self, turn: int, targets: dict[str, Target]) -> None:
         order = random.Random(f"{self._plan.seed}/{self._model}/{turn}")
         rows = order.sample(list(self._rows), len(self._rows))
         for row in rows:
-            names = [name for name in subjects if name in row.subjects]
+            names = [name for name in targets if name in row.targets]
             found: dict[str, Figures] = {}
             for place, name in enumerate(order.sample(names, len(names))):
                 if monotonic() > self._plan.deadline:
                     self._say(f"{row.name}, round {turn}: no time for {name}")
                     continue
-                figures = self._measure(row, turn, subjects[name])
+                figures = self._measure(row, turn, targets[name])
                 if figures is not None:
                     found[name] = figures
                     self._note(row.name, (turn, place), name, figures)
             if turn != WARM_UP:
                 self._taken[row.name].append(found)
         if turn != WARM_UP:
-            self._weigh(turn, subjects)
+            self._weigh(turn, targets)
 
-    def _measure(self, row: Row, turn: int, subject: Subject) -> Figures | None:
+    def _measure(self, row: Row, turn: int, target: Target) -> Figures | None:
         draw = random.Random(f"{self._plan.seed}/{row.name}/{turn}")
         work = Work(draw, self._plan.quick, turn == WARM_UP, turn == PROFILED)
         try:
-            return row.measure(subject, work)
+            return row.measure(target, work)
         except Failed as error:
             self._say(f"{row.name}, round {turn}: {error}")
             return None
 
-    def _weigh(self, turn: int, subjects: dict[str, Subject]) -> None:
+    def _weigh(self, turn: int, targets: dict[str, Target]) -> None:
         sleep(REST_SECONDS)  # whoever worked last would be weighed with what its work takes
         found: dict[str, Figures] = {}
-        for name, subject in subjects.items():
-            now = subject.memory_bytes()
+        for name, target in targets.items():
+            now = target.memory_bytes()
             first = self._memory.setdefault(name, now)
             found[name] = {"bytes": now, "growth": now / first}
             self._note(MEMORY, (turn, 0), name, found[name])

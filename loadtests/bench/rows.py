@@ -1,6 +1,6 @@
-"""The rows of the speed table: what each one asks for, and the bar it is held to.
+"""The rows of the speed table: what each one requests for, and the bar it is held to.
 
-Data and small functions; `loadtests.speed` runs them. A `measure` knows the subject only by its face, so that all
+Data and small functions; `loadtests.speed` runs them. A `measure` knows the target only by its face, so that all
 three do the same work.
 """
 
@@ -12,8 +12,8 @@ from statistics import mean, median
 
 from loadtests.bench.ledger import Bar, Figures, of, quotient, ratio
 from loadtests.bench.rounds import Row, Work
-from loadtests.bench.targets import MARATHON, RAW, REFERENCE, Subject, measured
-from loadtests.bench.workload import Ask, Stream, first_p50, tokens_a_second
+from loadtests.bench.targets import MARATHON, RAW, REFERENCE, Target, measured
+from loadtests.bench.workload import LoadRequest, Stream, first_p50, tokens_a_second
 from server.settings import Settings
 
 PROMPT = 64
@@ -25,9 +25,9 @@ STALL_SECONDS = Settings.model_fields["prefill_stall_ms"].default / 1000
 def greedy(name: str, model: str, streams: int, tokens: int, bars: Sequence[Bar]) -> Row:
     """`streams` prompts at once, each with an answer of `tokens` tokens."""
 
-    def measure(subject: Subject, work: Work) -> Figures:
-        asks = [Ask(work.tokens(tokens), work.prompt(PROMPT)) for _ in range(work.streams(streams))]
-        return measured(subject, asks, profile=work.profile)
+    def measure(target: Target, work: Work) -> Figures:
+        requests = [LoadRequest(work.tokens(tokens), work.prompt(PROMPT)) for _ in range(work.streams(streams))]
+        return measured(target, requests, profile=work.profile)
 
     return Row(name, model, measure, bars)
 
@@ -38,7 +38,7 @@ def greedy_bars(streams: int, *, costs: bool) -> list[Bar]:
     bars = [
         Bar("output tok/s × raw", ratio("tok_s"), "≥", 0.95 if streams >= 16 else None),
         Bar("output tok/s × mlx_lm.server", ratio("tok_s", REFERENCE), "≥", 1.0),
-        Bar("mlx_lm.server's output tok/s × raw", ratio("tok_s", subject=REFERENCE)),
+        Bar("mlx_lm.server's output tok/s × raw", ratio("tok_s", target=REFERENCE)),
         Bar("output tok/s", of("tok_s")),
         Bar("chunks ÷ tokens", of("chunks_per_token"), "≥", 0.9),
     ]
@@ -46,8 +46,8 @@ def greedy_bars(streams: int, *, costs: bool) -> list[Bar]:
         bars += [
             Bar("TTFT p50 × raw", ratio("ttft_p50"), "≤", 1.5),
             Bar("CPU seconds per 1,000 tokens × raw", ratio("cpu_s_per_1k"), "≤", 1.25),
-            Bar("mlx_lm.server's TTFT p50 × raw", ratio("ttft_p50", subject=REFERENCE)),
-            Bar("mlx_lm.server's CPU seconds × raw", ratio("cpu_s_per_1k", subject=REFERENCE)),
+            Bar("mlx_lm.server's TTFT p50 × raw", ratio("ttft_p50", target=REFERENCE)),
+            Bar("mlx_lm.server's CPU seconds × raw", ratio("cpu_s_per_1k", target=REFERENCE)),
         ]
     return bars
 
@@ -61,7 +61,7 @@ SAME = {"temperature": 0.8, "top_p": 0.95, "top_k": 40}
 SAMPLED_STREAMS, SAMPLED_TOKENS = 16, 256
 
 
-def sampling(subject: Subject, work: Work) -> Figures:
+def sampling(target: Target, work: Work) -> Figures:
     """Rows with parameters of their own: seen before, never seen before, and all the same."""
     draw = work.random
     count = work.streams(SAMPLED_STREAMS)
@@ -72,15 +72,17 @@ def sampling(subject: Subject, work: Work) -> Figures:
         "same": [SAME] * count,
     }
     return {
-        name: tokens_a_second(subject.run(_sampled(kinds[name], subject, work))) for name in draw.sample(list(kinds), 3)
+        name: tokens_a_second(target.run(_sampled(kinds[name], target, work))) for name in draw.sample(list(kinds), 3)
     }
 
 
-def _sampled(sets: Sequence[dict[str, float]], subject: Subject, work: Work) -> list[Ask]:
+def _sampled(sets: Sequence[dict[str, float]], target: Target, work: Work) -> list[LoadRequest]:
     """mlx-lm's server serves seeded requests one at a time, so it gets no seeds."""
-    seeds = [{} if subject.name == REFERENCE else {"seed": work.random.getrandbits(32)} for _ in sets]
+    seeds = [{} if target.name == REFERENCE else {"seed": work.random.getrandbits(32)} for _ in sets]
     tokens = work.tokens(SAMPLED_TOKENS)
-    return [Ask(tokens, work.prompt(PROMPT), sampling=own | seed) for own, seed in zip(sets, seeds, strict=True)]
+    return [
+        LoadRequest(tokens, work.prompt(PROMPT), sampling=own | seed) for own, seed in zip(sets, seeds, strict=True)
+    ]
 
 
 SAMPLING_BARS = [
@@ -88,17 +90,17 @@ SAMPLING_BARS = [
     Bar("parameters never seen × the same seen before", quotient("fresh", "seen"), "≥", 0.95),
     Bar("mixed parameters × all the same, which are narrow", quotient("seen", "same")),
     Bar("raw: never seen × seen", quotient("fresh", "seen", RAW)),
-    Bar("mlx_lm.server: mixed parameters × raw", ratio("seen", subject=REFERENCE)),
+    Bar("mlx_lm.server: mixed parameters × raw", ratio("seen", target=REFERENCE)),
     Bar("mlx_lm.server: never seen × seen", quotient("fresh", "seen", REFERENCE)),
 ]
 
 
 # ---------------------------------------------------------------- long beside short
-def stall(subject: Subject, work: Work) -> Figures:
+def stall(target: Target, work: Work) -> Figures:
     """A prompt of 4,000 tokens arrives while four streams run."""
-    running = [Ask(work.tokens(256), work.prompt(PROMPT)) for _ in range(4)]
-    long = Ask(8, work.prompt(400 if work.quick else 4000), after=(0, 2 if work.quick else 16))
-    streams = subject.run([*running, long])
+    running = [LoadRequest(work.tokens(256), work.prompt(PROMPT)) for _ in range(4)]
+    long = LoadRequest(8, work.prompt(400 if work.quick else 4000), after=(0, 2 if work.quick else 16))
+    streams = target.run([*running, long])
     arrived = streams[-1]
     return {
         "stall": max(stream.longest_gap(arrived.started, arrived.times[0]) for stream in streams[:-1]),
@@ -125,46 +127,46 @@ STALL_BARS = [
     Bar("the long prompt's own TTFT × raw", ratio("ttft_long"), "≤", 1.25),
     Bar("longest stall, seconds", of("stall")),
     Bar("raw's longest stall, seconds", of("stall", RAW)),
-    Bar("mlx_lm.server's longest stall × raw's", ratio("stall", subject=REFERENCE)),
+    Bar("mlx_lm.server's longest stall × raw's", ratio("stall", target=REFERENCE)),
 ]
 
 
-def beside(subject: Subject, work: Work) -> Figures:
+def beside(target: Target, work: Work) -> Figures:
     """Requests of 32 tokens, one after another, beside a generation of 6,000."""
     total = 240 if work.quick else 6000
     apart = total // 20  # the last comes well before the end, also where chunks are few
-    shorts = [Ask(8, work.prompt(32), after=(0, apart * (k + 1))) for k in range(8)]
-    streams = subject.run([Ask(total, work.prompt(PROMPT)), *shorts])
+    shorts = [LoadRequest(8, work.prompt(32), after=(0, apart * (k + 1))) for k in range(8)]
+    streams = target.run([LoadRequest(total, work.prompt(PROMPT)), *shorts])
     return {"ttft_p50": first_p50(streams[1:]), "ttft_mean": mean(stream.first for stream in streams[1:])}
 
 
 BESIDE_BARS = [
     Bar("TTFT of a 32-token request beside a 6,000-token generation × raw", ratio("ttft_p50"), "≤", 1.3),
-    Bar("mlx_lm.server's × raw", ratio("ttft_p50", subject=REFERENCE)),
+    Bar("mlx_lm.server's × raw", ratio("ttft_p50", target=REFERENCE)),
 ]
 
 
-def burst(subject: Subject, work: Work) -> Figures:
+def burst(target: Target, work: Work) -> Figures:
     """32 prompts of 64 tokens at once."""
-    return measured(subject, [Ask(16, work.prompt(64)) for _ in range(work.streams(32))])
+    return measured(target, [LoadRequest(16, work.prompt(64)) for _ in range(work.streams(32))])
 
 
 BURST_BARS = [
     Bar("32 prompts of 64 tokens at once: mean TTFT × raw", ratio("ttft_mean"), "≤", 1.1),
-    Bar("mlx_lm.server's mean TTFT × raw", ratio("ttft_mean", subject=REFERENCE)),
+    Bar("mlx_lm.server's mean TTFT × raw", ratio("ttft_mean", target=REFERENCE)),
 ]
 
 
 # ---------------------------------------------------------------- conversations
-def turns(subject: Subject, work: Work) -> Figures:
+def turns(target: Target, work: Work) -> Figures:
     """40 turns of about 110 new tokens; raw keeps the caches of the turn before by reference."""
     history: list[dict[str, str]] = []
-    asks = []
+    requests = []
     for _ in range(6 if work.quick else TURNS):
         history.append({"role": "user", "content": work.prompt(50).strip()})
-        asks.append(Ask(8, messages=list(history)))
+        requests.append(LoadRequest(8, messages=list(history)))
         history.append({"role": "assistant", "content": work.prompt(50).strip()})
-    streams = subject.run(asks, in_turn=True)
+    streams = target.run(requests, in_turn=True)
     first = [stream.first for stream in streams]
     cached = sum(stream.cached_tokens for stream in streams) / sum(stream.prompt_tokens for stream in streams)
     return {"sum": sum(first), "last_five": sum(first[-5:]), "turn_2": first[1], "turn_40": first[-1], "cached": cached}
@@ -177,7 +179,7 @@ TURN_BARS = [
     FLAT,
     Bar("raw's TTFT of turn 40 ÷ turn 2", quotient("turn_40", "turn_2", RAW)),
     Bar("share of the prompts found in the cache", of("cached")),
-    Bar("mlx_lm.server's sum of TTFT × an ideal cache", ratio("sum", subject=REFERENCE)),
+    Bar("mlx_lm.server's sum of TTFT × an ideal cache", ratio("sum", target=REFERENCE)),
 ]
 
 LENGTHS = {1: 1024, 4: 768, 16: 512, 32: 512}  # tokens a stream, so that each load lasts

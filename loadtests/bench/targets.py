@@ -1,6 +1,6 @@
 """Who is measured: Marathon, mlx-lm's server, and mlx-lm called directly, behind one face.
 
-Owns the running subjects of one model and what is read off them around a load. Runs in the load test's own process;
+Owns the running targets of one model and what is read off them around a load. Runs in the load test's own process;
 the work is done by the processes that `loadtests.harness` starts.
 """
 
@@ -14,7 +14,16 @@ from time import sleep
 from typing import Any, Protocol
 
 from loadtests import harness, process_tree
-from loadtests.bench.workload import Ask, Order, Stream, chunks_a_token, first_p50, to_line, to_streams, tokens_a_second
+from loadtests.bench.workload import (
+    LoadRequest,
+    Order,
+    Stream,
+    chunks_a_token,
+    first_p50,
+    to_line,
+    to_streams,
+    tokens_a_second,
+)
 from loadtests.harness import Failed, Server, Worker
 
 MARATHON, RAW, REFERENCE = "marathon", "raw", "mlx_lm.server"
@@ -23,12 +32,12 @@ NAMES = (MARATHON, RAW, REFERENCE)
 REPORT_SECONDS = 1.1  # Marathon's engine reports each second
 
 
-class Subject(Protocol):
-    """What every subject can do."""
+class Target(Protocol):
+    """What every target can do."""
 
     name: str
 
-    def run(self, asks: Sequence[Ask], *, in_turn: bool = False) -> list[Stream]:
+    def run(self, requests: Sequence[LoadRequest], *, in_turn: bool = False) -> list[Stream]:
         """Together, or as turns of one conversation. Raises Failed when any stream fails."""
 
     def cpu_seconds(self) -> float: ...
@@ -39,7 +48,7 @@ class Subject(Protocol):
         """Seconds by part of its loop and the count `steps`, as far as it tells; waits until they are told."""
 
 
-class Served:
+class HttpTarget:
     """Behind HTTP; `client` makes the requests."""
 
     def __init__(self, server: Server, client: Worker, fields: dict[str, Any], *, exact: bool) -> None:
@@ -47,9 +56,9 @@ class Served:
         self.name, self._server, self._client = server.name, server, client
         self._fields, self._exact = fields, exact
 
-    def run(self, asks: Sequence[Ask], *, in_turn: bool = False) -> list[Stream]:
-        line = to_line(Order(list(asks), self._server.port, self._fields, in_turn))
-        return checked(self.name, asks, to_streams(self._client.ask(line)), exact=self._exact)
+    def run(self, requests: Sequence[LoadRequest], *, in_turn: bool = False) -> list[Stream]:
+        line = to_line(Order(list(requests), self._server.port, self._fields, in_turn))
+        return checked(self.name, requests, to_streams(self._client.ask(line)), exact=self._exact)
 
     def cpu_seconds(self) -> float:
         return self._server.cpu_seconds()
@@ -66,15 +75,15 @@ class Served:
         return {label.split('"')[1]: value for label, value in parts.items()} | {"steps": sum(steps.values())}
 
 
-class Called:
+class DirectTarget:
     """mlx-lm's BatchGenerator, called directly in a child process."""
 
     def __init__(self, worker: Worker) -> None:
         self.name, self._worker = RAW, worker
 
-    def run(self, asks: Sequence[Ask], *, in_turn: bool = False) -> list[Stream]:
-        line = to_line(Order(list(asks), reuse=in_turn))
-        return checked(self.name, asks, to_streams(self._worker.ask(line)), exact=True)
+    def run(self, requests: Sequence[LoadRequest], *, in_turn: bool = False) -> list[Stream]:
+        line = to_line(Order(list(requests), reuse=in_turn))
+        return checked(self.name, requests, to_streams(self._worker.ask(line)), exact=True)
 
     def cpu_seconds(self) -> float:
         return process_tree.cpu_seconds(self._worker.pid)
@@ -86,9 +95,9 @@ class Called:
         return {}
 
 
-def checked(name: str, asks: Sequence[Ask], streams: list[Stream], *, exact: bool) -> list[Stream]:
+def checked(name: str, requests: Sequence[LoadRequest], streams: list[Stream], *, exact: bool) -> list[Stream]:
     """The streams, if each came to its end; a figure from half a load is none."""
-    for i, (ask, stream) in enumerate(zip(asks, streams, strict=True)):
+    for i, (ask, stream) in enumerate(zip(requests, streams, strict=True)):
         if stream.error:
             raise Failed(f"{name}: stream {i}: {stream.error}")
         if not stream.tokens or (exact and stream.tokens != ask.max_tokens):
@@ -96,12 +105,12 @@ def checked(name: str, asks: Sequence[Ask], streams: list[Stream], *, exact: boo
     return streams
 
 
-def measured(subject: Subject, asks: Sequence[Ask], *, profile: bool = False) -> dict[str, float]:
-    """Run a load and take what can be read of any load; with `profile` also where the subject's time went."""
-    host = subject.host_seconds() if profile else {}
-    cpu = subject.cpu_seconds()
-    streams = subject.run(asks)
-    cpu = subject.cpu_seconds() - cpu
+def measured(target: Target, requests: Sequence[LoadRequest], *, profile: bool = False) -> dict[str, float]:
+    """Run a load and take what can be read of any load; with `profile` also where the target's time went."""
+    host = target.host_seconds() if profile else {}
+    cpu = target.cpu_seconds()
+    streams = target.run(requests)
+    cpu = target.cpu_seconds() - cpu
     figures = {
         "tok_s": tokens_a_second(streams),
         "ttft_p50": first_p50(streams),
@@ -111,7 +120,7 @@ def measured(subject: Subject, asks: Sequence[Ask], *, profile: bool = False) ->
         "chunks_per_token": chunks_a_token(streams),
         "shortest": min(stream.tokens for stream in streams),
     }
-    return figures | (_a_step(host, subject.host_seconds()) if profile else {})
+    return figures | (_a_step(host, target.host_seconds()) if profile else {})
 
 
 def _a_step(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
@@ -125,25 +134,25 @@ def _a_step(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
 @contextlib.contextmanager
 def opened(
     model: Path, names: Sequence[str], logs: Path, *, rows: int = 32, earlier: Path = harness.ROOT
-) -> Iterator[dict[str, Subject]]:
-    """The named subjects on one model, ready to work on `rows` sequences at once; `earlier` is EARLIER's checkout."""
+) -> Iterator[dict[str, Target]]:
+    """The named targets on one model, ready to work on `rows` sequences at once; `earlier` is EARLIER's checkout."""
     with contextlib.ExitStack() as stack:
-        found: dict[str, Subject] = {}
+        found: dict[str, Target] = {}
         client = stack.enter_context(Worker("loadtests.bench.client", log=logs / "client.log"))
         if RAW in names:
             arguments = ("--model", str(model), "--rows", str(rows))
             worker = Worker("loadtests.bench.raw", *arguments, log=logs / f"raw-{model.name}.log")
-            found[RAW] = Called(stack.enter_context(worker))
+            found[RAW] = DirectTarget(stack.enter_context(worker))
         if MARATHON in names:
             log = logs / f"marathon-{model.name}.log"
             server = stack.enter_context(harness.marathon(model, log, max_rows=rows))
-            found[MARATHON] = Served(server, client, {"model": "default", "ignore_eos": True}, exact=True)
+            found[MARATHON] = HttpTarget(server, client, {"model": "default", "ignore_eos": True}, exact=True)
         if EARLIER in names:
             log = logs / f"earlier-{model.name}.log"
             server = stack.enter_context(harness.earlier(earlier, model, log, max_rows=rows))
-            found[EARLIER] = Served(server, client, {"model": "default", "ignore_eos": True}, exact=True)
+            found[EARLIER] = HttpTarget(server, client, {"model": "default", "ignore_eos": True}, exact=True)
         if REFERENCE in names:
             log = logs / f"mlx_lm-{model.name}.log"
             server = stack.enter_context(harness.reference(model, log, decode_concurrency=rows))
-            found[REFERENCE] = Served(server, client, {"model": "default_model"}, exact=False)
+            found[REFERENCE] = HttpTarget(server, client, {"model": "default_model"}, exact=False)
         yield found

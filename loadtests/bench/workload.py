@@ -1,7 +1,7 @@
 """What a load is made of and what came of it: the words that every load test shares.
 
-Owns the values `Ask` and `Stream` and their way through a pipe. Imported by the client process, by the process that
-calls mlx-lm directly and by the programs that start them, so it must stay light: no MLX, no HTTP.
+Owns the values `LoadRequest` and `Stream` and their way through a pipe. Imported by the client process, by the process
+that calls mlx-lm directly and by the programs that start them, so it must stay light: no MLX, no HTTP.
 
 Times are seconds since the start of the load that the ask belongs to.
 """
@@ -17,7 +17,7 @@ import msgspec
 _encoder = msgspec.json.Encoder()
 
 
-class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+class LoadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request. `prompt` for a plain completion, `messages` for a chat.
 
     `after` (i, n): starts once stream i of the load has delivered n tokens (as chunks, where only those can be
@@ -75,12 +75,12 @@ def chunks_a_token(streams: list[Stream]) -> float:
 
 
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line to a worker process: run these asks together, or one after another.
+    """One line to a worker process: run these requests together, or one after another.
 
     `reuse`: mlx-lm only: each ask is a turn of one conversation; the caches of the turn before are kept by reference.
     """
 
-    asks: list[Ask]
+    requests: list[LoadRequest]
     port: int = 0
     fields: dict[str, Any] = {}  # further fields of each body: model, ignore_eos
     reuse: bool = False

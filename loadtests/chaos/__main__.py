@@ -18,9 +18,9 @@ from time import monotonic
 
 from loadtests import harness
 from loadtests.chaos import deaths, disconnects, enemy, shortage, starts
-from loadtests.chaos.scenario import Findings, Scene, obtain
+from loadtests.chaos.scenario import Findings, Scenario, obtain
 
-Mode = Callable[[Scene], Awaitable[Findings]]
+Mode = Callable[[Scenario], Awaitable[Findings]]
 
 MODES: dict[str, Mode] = {
     "kill": deaths.kill,
@@ -62,23 +62,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def play(scene: Scene) -> Findings:
+async def play(scenario: Scenario) -> Findings:
     """One mode with one model; whatever goes wrong is a finding."""
     try:
-        findings = await MODES[scene.mode](scene)
+        findings = await MODES[scenario.mode](scenario)
     except Exception as error:
         traceback.print_exc()
-        findings = Findings(scene.mode, problems=[f"{type(error).__name__}: {error}"])
-    findings.problems += scene.left
+        findings = Findings(scenario.mode, problems=[f"{type(error).__name__}: {error}"])
+    findings.problems += scenario.left
     return findings
 
 
-def show(scene: Scene, findings: Findings, seconds: float) -> None:
+def show(scenario: Scenario, findings: Findings, seconds: float) -> None:
     figures = ", ".join(f"{name} {value:.3g}" if value < 1000 else f"{name} {value:,.0f}"
                         for name, value in findings.figures.items())  # fmt: skip
     lost = ", ".join(f"{reason} {count:.0f}" for reason, count in findings.lost.items() if count) or "none"
     word = "FAIL" if findings.problems else "pass"
-    print(f"{word}  {scene.mode} ({scene.model.name}, {seconds:.0f} s): {figures}; engines lost: {lost}", flush=True)
+    print(
+        f"{word}  {scenario.mode} ({scenario.model.name}, {seconds:.0f} s): {figures}; engines lost: {lost}", flush=True
+    )
     for problem in findings.problems[:20]:
         print(f"      problem: {problem}")
     for note in findings.notes[:20]:
@@ -95,10 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mode in modes:
         for name in asked.model or MODELS.get(mode, ["llama"]):
             model = obtain(name, asked.models or asked.out / "tiny")
-            scene = Scene(mode, model, asked.out / "logs", asked.quick, random.Random(f"{seed} {mode} {name}"))
+            scenario = Scenario(mode, model, asked.out / "logs", asked.quick, random.Random(f"{seed} {mode} {name}"))
             began = monotonic()
-            findings = asyncio.run(play(scene))
-            show(scene, findings, monotonic() - began)
+            findings = asyncio.run(play(scenario))
+            show(scenario, findings, monotonic() - began)
             failed = failed or bool(findings.problems)
     return 1 if failed else 0
 

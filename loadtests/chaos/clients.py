@@ -1,7 +1,7 @@
 """The clients of a chaos run: a fixed number of answers always under way, each of which must come out undisturbed.
 
 Owns what is asked, the tasks that ask it and what became of it. Runs on the event loop of a load test. Who breaks the
-engine meanwhile is somebody else's business; the crew is only told when, so that it can say what its clients saw.
+engine meanwhile is somebody else's business; the clients are only told when, so that they can say what they saw.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def undisturbed(port: int, wanted: Sequence[dict[str, Any]]) -> list[Accou
     return list(accounts)
 
 
-class Crew:
+class Clients:
     """Keeps one answer to each body under way until it is told to leave. Use as a context manager."""
 
     def __init__(self, port: int, expected: Sequence[Account]) -> None:
@@ -58,7 +58,7 @@ class Crew:
         self._leaving = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Crew:
+    async def __aenter__(self) -> Clients:
         self._tasks = [asyncio.create_task(self._serve(i)) for i in range(len(self.expected))]
         return self
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from time import monotonic
 
 from loadtests import harness
-from loadtests.chaos.clients import Crew, percentile, prompt, undisturbed
-from loadtests.chaos.clients import bodies as crew_bodies
-from loadtests.chaos.monitor import STALL_SECONDS, Sentinel
-from loadtests.chaos.scenario import Findings, Scene
+from loadtests.chaos.clients import Clients, percentile, prompt, undisturbed
+from loadtests.chaos.clients import bodies as client_bodies
+from loadtests.chaos.monitor import STALL_SECONDS, Monitor
+from loadtests.chaos.scenario import Findings, Scenario
 from loadtests.chaos.sse_client import Account, ask, completion
 from loadtests.harness import Server
 from server.faults import POISON_AFTER
@@ -29,42 +29,44 @@ POISON = 77  # first token of a poisonous prompt
 
 
 # ---------------------------------------------------------------- killed from outside
-async def kill(scene: Scene) -> Findings:
+async def kill(scenario: Scenario) -> Findings:
     """SIGKILL at random moments, each once every live stream has moved since the one before."""
-    return await _killed(scene, scene.count(50, 6), during_resume=False)
+    return await _killed(scenario, scenario.count(50, 6), during_resume=False)
 
 
-async def kill_during_resume(scene: Scene) -> Findings:
+async def kill_during_resume(scenario: Scenario) -> Findings:
     """Every second kill hits the engine that resumes from the one before; that must convict nobody."""
-    return await _killed(scene, scene.count(50, 6), during_resume=True)
+    return await _killed(scenario, scenario.count(50, 6), during_resume=True)
 
 
-async def _killed(scene: Scene, kills: int, *, during_resume: bool) -> Findings:
-    tokens = scene.count(900, 300)
-    with scene.server() as server:
+async def _killed(scenario: Scenario, kills: int, *, during_resume: bool) -> Findings:
+    tokens = scenario.count(900, 300)
+    with scenario.server() as server:
         began = monotonic()
-        expected = await undisturbed(server.port, crew_bodies(tokens))
+        expected = await undisturbed(server.port, client_bodies(tokens))
         if during_resume:
             tokens = min(tokens, max(60, round(ANSWER_SECONDS * tokens / (monotonic() - began))))
-            expected = await undisturbed(server.port, crew_bodies(tokens))
-        with Sentinel(server.port) as sentinel:
-            async with Crew(server.port, expected) as crew:
-                times = await _kill_again(server, crew, kills, scene.rng, during_resume)
-                await crew.leave()
-        findings = scene.findings(server, "kills", len(times))
-    _tell(findings, crew, times)
+            expected = await undisturbed(server.port, client_bodies(tokens))
+        with Monitor(server.port) as monitor:
+            async with Clients(server.port, expected) as clients:
+                times = await _kill_again(server, clients, kills, scenario.rng, during_resume)
+                await clients.leave()
+        findings = scenario.findings(server, "kills", len(times))
+    _tell(findings, clients, times)
     findings.figures["tokens of an answer"] = tokens
-    findings.watch(sentinel)
+    findings.watch(monitor)
     return findings
 
 
-async def _kill_again(server: Server, crew: Crew, kills: int, rng: random.Random, during_resume: bool) -> list[float]:
+async def _kill_again(
+    server: Server, clients: Clients, kills: int, rng: random.Random, during_resume: bool
+) -> list[float]:
     times: list[float] = []
-    while len(times) < kills and not _broken(crew):
+    while len(times) < kills and not _broken(clients):
         up = await engine_up(server)
-        await crew.moved(up)
+        await clients.moved(up)
         await asyncio.sleep(rng.uniform(0, 1.5))
-        await crew.moved(up)  # one may have ended meanwhile, and the next one not begun
+        await clients.moved(up)  # one may have ended meanwhile, and the next one not begun
         times.append(await end_engine(server, signal.SIGKILL))
         if during_resume and len(times) < kills:
             if rng.random() < 0.7:  # while it reads prompts or draws first tokens; else while it loads
@@ -97,15 +99,15 @@ async def engine_up(server: Server, seconds: float = 120.0) -> float:
     return monotonic()
 
 
-def _broken(crew: Crew) -> bool:
-    return any(not account.ok for account in crew.accounts())
+def _broken(clients: Clients) -> bool:
+    return any(not account.ok for account in clients.accounts())
 
 
-def _tell(findings: Findings, crew: Crew, times: Sequence[float]) -> None:
-    verdicts, gaps = crew.judge(), crew.gaps(times)
+def _tell(findings: Findings, clients: Clients, times: Sequence[float]) -> None:
+    verdicts, gaps = clients.judge(), clients.gaps(times)
     findings.problems += verdicts.problems()
     findings.figures |= {
-        "answers": len(crew.finished),
+        "answers": len(clients.finished),
         "same": verdicts.same,
         "explained": len(verdicts.explained),
         "gap p50 s": percentile(gaps, 50),
@@ -115,47 +117,47 @@ def _tell(findings: Findings, crew: Crew, times: Sequence[float]) -> None:
 
 
 # ---------------------------------------------------------------- broken from inside
-async def abort(scene: Scene) -> Findings:
+async def abort(scenario: Scenario) -> Findings:
     """The allocator aborts the process."""
-    return await _broken_inside(scene, "abort")
+    return await _broken_inside(scenario, "abort")
 
 
-async def raises(scene: Scene) -> Findings:
+async def raises(scenario: Scenario) -> Findings:
     """MLX raises its resource-limit error."""
-    return await _broken_inside(scene, "raise")
+    return await _broken_inside(scenario, "raise")
 
 
-async def garbage(scene: Scene) -> Findings:
+async def garbage(scenario: Scenario) -> Findings:
     """What comes over the seam is no message."""
-    return await _broken_inside(scene, "garbage")
+    return await _broken_inside(scenario, "garbage")
 
 
-async def stall(scene: Scene) -> Findings:
+async def stall(scenario: Scenario) -> Findings:
     """The engine's main thread stands still. It works for much longer than the limit before each time, or the limit
     would double, as it should."""
-    return await _broken_inside(scene, "stall", stall_seconds=STALL)
+    return await _broken_inside(scenario, "stall", stall_seconds=STALL)
 
 
-async def _broken_inside(scene: Scene, act: str, **options: object) -> Findings:
-    deaths = scene.count(10, 2)
-    bodies = crew_bodies(scene.count(900, 300))
-    with scene.server(**options) as server:
+async def _broken_inside(scenario: Scenario, act: str, **options: object) -> Findings:
+    deaths = scenario.count(10, 2)
+    bodies = client_bodies(scenario.count(900, 300))
+    with scenario.server(**options) as server:
         began = monotonic()
         expected = await undisturbed(server.port, bodies)
         pace = bodies[0]["max_tokens"] / (monotonic() - began)
     step = max(40, round(pace * GOOD_SECONDS)) if act == "stall" else 40
-    with scene.server(faults=f"{act}@decode:{step}*{deaths}", **options) as server, Sentinel(server.port) as sentinel:
-        async with Crew(server.port, expected) as crew:
-            while _restarts(await asyncio.to_thread(server.health)) < deaths and not _broken(crew):
+    with scenario.server(faults=f"{act}@decode:{step}*{deaths}", **options) as server, Monitor(server.port) as monitor:
+        async with Clients(server.port, expected) as clients:
+            while _restarts(await asyncio.to_thread(server.health)) < deaths and not _broken(clients):
                 await asyncio.sleep(0.2)
-            await crew.leave()
-        findings = scene.findings(server, "deaths", deaths)
-    _tell(findings, crew, sorted(sentinel.deaths.values()))
+            await clients.leave()
+        findings = scenario.findings(server, "deaths", deaths)
+    _tell(findings, clients, sorted(monitor.deaths.values()))
     if act == "stall":
         limits = findings.thresholds("kill_stalled")
         findings.figures["longest stall limit s"] = max(limits, default=float("nan"))
-        findings.problems += late_kills(list(sentinel.deaths.values()), crew, limits)
-    findings.watch(sentinel)
+        findings.problems += late_kills(list(monitor.deaths.values()), clients, limits)
+    findings.watch(monitor)
     return findings
 
 
@@ -163,10 +165,10 @@ def _restarts(health: dict[str, dict[str, int]]) -> int:
     return health["engine"]["restarts"]
 
 
-def late_kills(deaths: Sequence[float], crew: Crew, limits: Sequence[float]) -> list[str]:
+def late_kills(deaths: Sequence[float], clients: Clients, limits: Sequence[float]) -> list[str]:
     """Engines that stood still for longer than their limit and half a second, by their clients' last token."""
     problems = []
-    arrivals = sorted(at for _, account in crew.finished for at, _ in account.arrivals)
+    arrivals = sorted(at for _, account in clients.finished for at, _ in account.arrivals)
     for died, limit in zip(sorted(deaths), limits, strict=False):
         last = max((at for at in arrivals if at < died), default=died)
         if died - last > limit + STALL_SECONDS:
@@ -177,22 +179,22 @@ def late_kills(deaths: Sequence[float], crew: Crew, limits: Sequence[float]) -> 
 
 
 # ---------------------------------------------------------------- a request that kills
-async def poison(scene: Scene) -> Findings:
+async def poison(scenario: Scenario) -> Findings:
     """A request that kills whatever engine runs it: once in prefill, once behind its first five tokens. It is ended
     alone, with an error, and with exactly the tokens that it got."""
     findings = Findings("poison")
-    bodies = crew_bodies(scene.count(600, 250))
-    bodies = [*bodies[:3], *(body | {"prompt": prompt(15, scene.rng)} for body in bodies[:3])]
-    bad = completion([POISON, *range(100, 120)], scene.count(100, 40))
-    with scene.server() as server:
+    bodies = client_bodies(scenario.count(600, 250))
+    bodies = [*bodies[:3], *(body | {"prompt": prompt(15, scenario.rng)} for body in bodies[:3])]
+    bad = completion([POISON, *range(100, 120)], scenario.count(100, 40))
+    with scenario.server() as server:
         expected = await undisturbed(server.port, [*bodies, bad])
     for place, got in (("prefill", 0), ("decode", POISON_AFTER)):
-        with scene.server(faults=f"poison@{place}:{POISON}") as server:
+        with scenario.server(faults=f"poison@{place}:{POISON}") as server:
             accounts = await _poisoned(server, expected)
-            findings.add(scene.findings(server, f"deaths in {place}", 0))
-        crew = Crew(server.port, expected)
-        crew.finished = list(enumerate(accounts[:-1]))
-        findings.problems += crew.judge().problems()
+            findings.add(scenario.findings(server, f"deaths in {place}", 0))
+        clients = Clients(server.port, expected)
+        clients.finished = list(enumerate(accounts[:-1]))
+        findings.problems += clients.judge().problems()
         findings.figures[f"deaths in {place}"] = findings.restarts("crash")
         culprit = accounts[-1]
         if (culprit.error or {}).get("code") != "invalid_prompt":
@@ -213,39 +215,39 @@ async def _poisoned(server: Server, expected: Sequence[Account]) -> list[Account
 
 
 # ---------------------------------------------------------------- the truth about it
-async def zombies(scene: Scene) -> Findings:
+async def zombies(scenario: Scenario) -> Findings:
     """After each fault /ready, /health and the metric say what is."""
-    rounds = scene.count(3, 1)
+    rounds = scenario.count(3, 1)
     signs = [sign for sign in (signal.SIGKILL, signal.SIGABRT, signal.SIGSTOP) for _ in range(rounds)]
     late: list[str] = []
-    with scene.server(stall_seconds=STALL) as server:
-        expected = await undisturbed(server.port, crew_bodies(300))
-        with Sentinel(server.port) as sentinel:
-            async with Crew(server.port, expected) as crew:
+    with scenario.server(stall_seconds=STALL) as server:
+        expected = await undisturbed(server.port, client_bodies(300))
+        with Monitor(server.port) as monitor:
+            async with Clients(server.port, expected) as clients:
                 for sign in signs:
-                    await crew.moved(await engine_up(server))
+                    await clients.moved(await engine_up(server))
                     await asyncio.sleep(3 * STALL)  # works well for a while, or the next stall's limit would be doubled
                     sent = await end_engine(server, sign)
-                    await _await_death(sentinel, sent)
+                    await _await_death(monitor, sent)
                     if sign == signal.SIGSTOP:
-                        late += _check_stall(server, sentinel, sent)
-                await crew.leave()
-        findings = scene.findings(server, "faults", len(signs))
-    _tell(findings, crew, list(sentinel.deaths.values()))
+                        late += _check_stall(server, monitor, sent)
+                await clients.leave()
+        findings = scenario.findings(server, "faults", len(signs))
+    _tell(findings, clients, list(monitor.deaths.values()))
     findings.problems += late
-    findings.watch(sentinel)
+    findings.watch(monitor)
     return findings
 
 
-async def _await_death(sentinel: Sentinel, since: float, seconds: float = 120.0) -> None:
-    while not any(died >= since for died in list(sentinel.deaths.values())):
+async def _await_death(monitor: Monitor, since: float, seconds: float = 120.0) -> None:
+    while not any(died >= since for died in list(monitor.deaths.values())):
         if monotonic() - since > seconds:
             raise harness.Failed(f"an engine lived on for {seconds:.0f} s after its signal")
         await asyncio.sleep(0.01)
 
 
-def _check_stall(server: Server, sentinel: Sentinel, stopped: float) -> list[str]:
-    took = max(sentinel.deaths.values()) - stopped
+def _check_stall(server: Server, monitor: Monitor, stopped: float) -> list[str]:
+    took = max(monitor.deaths.values()) - stopped
     limit = Findings.actions_of(server, "kill_stalled")[-1]
     if took > limit + STALL_SECONDS:
         return [f"a stopped engine was ended after {took:.2f} s; its limit was {limit:.2f}"]

@@ -15,7 +15,7 @@ from statistics import linear_regression
 from time import monotonic
 
 from loadtests import process_tree
-from loadtests.chaos.scenario import Findings, Scene, leftovers
+from loadtests.chaos.scenario import Findings, Scenario, leftovers
 from loadtests.chaos.sse_client import Account, ask, completion
 from loadtests.harness import REST_SECONDS, Server
 
@@ -27,10 +27,10 @@ LEVEL_BYTES = 4 << 20  # the same, for noise of small processes
 
 
 # ---------------------------------------------------------------- the server leaves
-async def drain(scene: Scene) -> Findings:
+async def drain(scenario: Scenario) -> Findings:
     """SIGTERM with a short and an endless stream."""
     findings = Findings("drain")
-    with scene.server(drain_seconds=DRAIN_SECONDS) as server:
+    with scenario.server(drain_seconds=DRAIN_SECONDS) as server:
         family = process_tree.descendants(server.pid)
         short, endless = Account({}), Account({})
         tasks = [
@@ -65,18 +65,18 @@ def drain_problems(short: Account, endless: Account, new: Account, is_ready: boo
 
 
 # ---------------------------------------------------------------- the clients leave
-async def disconnects(scene: Scene) -> Findings:
+async def disconnects(scenario: Scenario) -> Findings:
     """Requests that are left at random: while they are sent, queued, read, answered. Nothing may be left of them."""
-    total, parts = scene.count(10_000, 600), scene.count(20, 8)
-    with scene.server(queue_limit=16, max_rows=12, prefix_cache=PREFIXES) as server:
-        crowd = Crowd(server, scene.rng)
+    total, parts = scenario.count(10_000, 600), scenario.count(20, 8)
+    with scenario.server(queue_limit=16, max_rows=12, prefix_cache=PREFIXES) as server:
+        crowd = Crowd(server, scenario.rng)
         before: dict[str, int] = {}
         for _ in range(parts):
             await crowd.run(total // parts)
             await crowd.rest()
             before = before or files(server)
         after = files(server)
-        findings = scene.findings(server, "requests", total)
+        findings = scenario.findings(server, "requests", total)
         findings.problems += crowd.problems + memory_problems(crowd.memory)
     for name, count in after.items():
         if count > before[name]:

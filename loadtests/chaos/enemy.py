@@ -15,11 +15,11 @@ from time import monotonic
 from typing import Any
 
 from loadtests import process_tree
-from loadtests.chaos.clients import bodies as crew_bodies
+from loadtests.chaos.clients import bodies as client_bodies
 from loadtests.chaos.clients import undisturbed
 from loadtests.chaos.comparison import Verdicts
 from loadtests.chaos.deaths import end_engine, engine_up
-from loadtests.chaos.scenario import Findings, Scene, leftovers
+from loadtests.chaos.scenario import Findings, Scenario, leftovers
 from loadtests.chaos.sse_client import Account, ask, completion
 from loadtests.harness import Server
 
@@ -30,21 +30,21 @@ IDLE_LIMIT = 6.0  # seconds after which a stopped idle engine must have been rep
 SHORT_PAUSE = 2.0
 
 
-async def undisturbed_here(scene: Scene, *wanted: Sequence[dict[str, Any]]) -> list[list[Account]]:
+async def undisturbed_here(scenario: Scenario, *wanted: Sequence[dict[str, Any]]) -> list[list[Account]]:
     """What each group of streams should be."""
-    with scene.server() as server:
+    with scenario.server() as server:
         return [await undisturbed(server.port, bodies) for bodies in wanted]
 
 
-async def strike(scene: Scene, expected: Sequence[Account], blows: Blows, label: str, **options: Any) -> Findings:
+async def strike(scenario: Scenario, expected: Sequence[Account], blows: Blows, label: str, **options: Any) -> Findings:
     """Streams that must come out as expected while the blows fall."""
-    with scene.server(**options) as server:
+    with scenario.server(**options) as server:
         accounts = [Account(dict(right.body)) for right in expected]
         tasks = [asyncio.create_task(ask(server.port, account.body, account)) for account in accounts]
         began = monotonic()
         count = await blows(server, accounts)
         await asyncio.wait(tasks, timeout=900)
-        findings = scene.findings(server, label, count)
+        findings = scenario.findings(server, label, count)
     findings.figures["seconds"] = monotonic() - began
     judge(findings, expected, accounts, label)
     return findings
@@ -64,7 +64,7 @@ def lone_body(tokens: int, length: int = 40) -> dict[str, Any]:
 
 
 def crowd_bodies(tokens: int) -> list[dict[str, Any]]:
-    return crew_bodies(tokens)[:4]
+    return client_bodies(tokens)[:4]
 
 
 async def under_way(accounts: Sequence[Account], tokens: int = 5) -> None:
@@ -80,7 +80,7 @@ async def newest(server: Server) -> int:
 
 
 # ---------------------------------------------------------------- a stream that nobody keeps company
-async def lone(scene: Scene) -> Findings:
+async def lone(scenario: Scenario) -> Findings:
     """One stream alone; its engine is killed whenever it has got so many tokens."""
 
     async def every_few_tokens(server: Server, accounts: Sequence[Account]) -> int:
@@ -92,33 +92,33 @@ async def lone(scene: Scene) -> Findings:
             await asyncio.sleep(0.005)
         return deaths
 
-    [expected] = await undisturbed_here(scene, [lone_body(scene.count(6000, 800))])
-    return await strike(scene, expected, every_few_tokens, "deaths")
+    [expected] = await undisturbed_here(scenario, [lone_body(scenario.count(6000, 800))])
+    return await strike(scenario, expected, every_few_tokens, "deaths")
 
 
 # ---------------------------------------------------------------- each boundary of a row
-async def boundaries(scene: Scene) -> Findings:
+async def boundaries(scenario: Scenario) -> Findings:
     """The first engines die at a chunk, a step or a resumed sequence, as often as a lone stream may survive it."""
     faults = ["prefill:1*2", "prefill:2*2", "decode:1*2", "decode:2*9", "resume:1*9"]
-    return await _broken_at(scene, ["decode:2*5", "resume:1*5"] if scene.quick else faults, 60)
+    return await _broken_at(scenario, ["decode:2*5", "resume:1*5"] if scenario.quick else faults, 60)
 
 
-async def last_token(scene: Scene) -> Findings:
+async def last_token(scenario: Scenario) -> Findings:
     """The engine dies just before, at and after the last step of a stream."""
     tokens = 40
-    steps = (tokens,) if scene.quick else range(tokens - 1, tokens + 2)
-    return await _broken_at(scene, [f"decode:{step}*3" for step in steps], tokens)
+    steps = (tokens,) if scenario.quick else range(tokens - 1, tokens + 2)
+    return await _broken_at(scenario, [f"decode:{step}*3" for step in steps], tokens)
 
 
-async def _broken_at(scene: Scene, places: Sequence[str], tokens: int) -> Findings:
+async def _broken_at(scenario: Scenario, places: Sequence[str], tokens: int) -> Findings:
     """A stream alone, then a crowd, while engines die at each of these places."""
-    findings = Findings(scene.mode)
-    groups = await undisturbed_here(scene, [lone_body(tokens, length=300)], crowd_bodies(tokens))
+    findings = Findings(scenario.mode)
+    groups = await undisturbed_here(scenario, [lone_body(tokens, length=300)], crowd_bodies(tokens))
     for place in places:
         for expected in groups:
             # Without a first death in mid-answer no sequence would ever be resumed.
             faults = f"kill@{place},kill@decode:20"
-            findings.add(await strike(scene, expected, _nothing, f"{len(expected)} at {place}", faults=faults))
+            findings.add(await strike(scenario, expected, _nothing, f"{len(expected)} at {place}", faults=faults))
     return findings
 
 
@@ -127,10 +127,10 @@ async def _nothing(server: Server, accounts: Sequence[Account]) -> int:
 
 
 # ---------------------------------------------------------------- in drain
-async def drain_death(scene: Scene) -> Findings:
+async def drain_death(scenario: Scenario) -> Findings:
     """The engine dies after SIGTERM: what can end within the drain does, also if that takes another engine."""
-    [expected] = await undisturbed_here(scene, crowd_bodies(1000))
-    with scene.server(drain_seconds=60) as server:
+    [expected] = await undisturbed_here(scenario, crowd_bodies(1000))
+    with scenario.server(drain_seconds=60) as server:
         family = process_tree.descendants(server.pid)
         accounts = [Account(dict(right.body)) for right in expected]
         tasks = [asyncio.create_task(ask(server.port, account.body, account)) for account in accounts]
@@ -141,14 +141,14 @@ async def drain_death(scene: Scene) -> Findings:
             await engine_up(server)
         await asyncio.wait(tasks, timeout=120)
         status = await asyncio.to_thread(server.process.wait, 30)
-    findings = Findings(scene.mode, {"exit code": status})
+    findings = Findings(scenario.mode, {"exit code": status})
     judge(findings, expected, accounts, "in drain")
     findings.problems += leftovers(server, family)
     return findings
 
 
 # ---------------------------------------------------------------- stopped, and going on
-async def paused(scene: Scene) -> Findings:
+async def paused(scenario: Scenario) -> Findings:
     """Server and engine are stopped for a while, each and both; nothing is lost, and no engine that went on is
     replaced. An idle engine that stays stopped is, before anybody pays the stall limit for it."""
 
@@ -164,11 +164,11 @@ async def paused(scene: Scene) -> Findings:
 
     # Longer than either pause, shorter than all of them: the server must not take its own for the engine's.
     options = {"stall_seconds": 1.5 * SHORT_PAUSE}
-    [expected] = await undisturbed_here(scene, crowd_bodies(scene.count(6000, 2000)))
-    findings = await strike(scene, expected, one_after_the_other, "pauses", **options)
+    [expected] = await undisturbed_here(scenario, crowd_bodies(scenario.count(6000, 2000)))
+    findings = await strike(scenario, expected, one_after_the_other, "pauses", **options)
     if sum(findings.lost.values()):
         findings.problems.append(f"engines were replaced that had only been stopped for {SHORT_PAUSE} s")
-    findings.add(await _stopped_idle(scene))
+    findings.add(await _stopped_idle(scenario))
     return findings
 
 
@@ -177,8 +177,8 @@ def _signal(pids: Sequence[int], sign: signal.Signals) -> None:
         os.kill(pid, sign)
 
 
-async def _stopped_idle(scene: Scene) -> Findings:
-    with scene.server() as server:
+async def _stopped_idle(scenario: Scenario) -> Findings:
+    with scenario.server() as server:
         pid = await newest(server)
         os.kill(pid, signal.SIGSTOP)
         stopped = monotonic()
@@ -187,7 +187,7 @@ async def _stopped_idle(scene: Scene) -> Findings:
         unready = monotonic() - stopped
         answer = await ask(server.port, lone_body(8))
         took = monotonic() - stopped
-        findings = scene.findings(server, "stopped idle engines", 1)
+        findings = scenario.findings(server, "stopped idle engines", 1)
         start = await engine_up(server) - stopped
     findings.figures |= {"not ready after s": unready, "answered after s": took}
     if unready > 3.5 or not answer.ok or took > IDLE_LIMIT + max(10.0, start):

@@ -42,7 +42,7 @@ class Sample:
         return ", ".join(f"{name} {'up' if up else 'down'}" for name, up in said)
 
 
-class Sentinel:
+class Monitor:
     """Use as a context manager, while the engine is up; read it once left."""
 
     def __init__(self, port: int) -> None:
@@ -55,7 +55,7 @@ class Sentinel:
         self._threads = [threading.Thread(target=self._watch, daemon=True)]
         self._known: set[int] = set()
 
-    def __enter__(self) -> Sentinel:
+    def __enter__(self) -> Monitor:
         self._threads[0].start()
         return self
 

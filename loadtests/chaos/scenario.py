@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests import harness, process_tree
-from loadtests.chaos.monitor import Sentinel
+from loadtests.chaos.monitor import Monitor
 from loadtests.harness import Server
 
 _LABEL = re.compile(r'"([^"]*)"')
@@ -44,10 +44,10 @@ class Findings:
         self.actions += other.actions
         self.lost = other.lost
 
-    def watch(self, sentinel: Sentinel) -> None:
-        """What a sentinel has seen, once it has left."""
-        self.figures |= {"samples": len(sentinel.samples), "slowest sample s": sentinel.slowest()}
-        self.problems += sentinel.problems()
+    def watch(self, monitor: Monitor) -> None:
+        """What a monitor has seen, once it has left."""
+        self.figures |= {"samples": len(monitor.samples), "slowest sample s": monitor.slowest()}
+        self.problems += monitor.problems()
 
     def restarts(self, reason: str) -> float:
         return self.lost.get(reason, 0)
@@ -69,7 +69,7 @@ def by_label(server: Server, name: str) -> dict[str, float]:
 
 
 @dataclass(slots=True)
-class Scene:
+class Scenario:
     """One mode with one model."""
 
     mode: str

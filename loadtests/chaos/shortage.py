@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtests import harness
-from loadtests.chaos.clients import Crew, prompt, undisturbed
+from loadtests.chaos.clients import Clients, prompt, undisturbed
 from loadtests.chaos.comparison import Verdicts
-from loadtests.chaos.scenario import Findings, Scene
+from loadtests.chaos.scenario import Findings, Scenario
 from loadtests.chaos.sse_client import Account, ask, completion
 from loadtests.harness import Server
 
@@ -30,39 +30,39 @@ GAVE_BACK = re.compile(r"sequence (\d+) gave its memory back after (\d+) tokens"
 
 
 # ---------------------------------------------------------------- live buffers
-async def leak(scene: Scene) -> Findings:
+async def leak(scenario: Scenario) -> Findings:
     """One live buffer a step that nobody owns: the engine is replaced before MLX would throw."""
-    bodies = [completion(prompt(20, scene.rng), scene.count(TOKENS, 4000))]
-    return await _leaking(scene, bodies, 1, faults="leak:1")
+    bodies = [completion(prompt(20, scenario.rng), scenario.count(TOKENS, 4000))]
+    return await _leaking(scenario, bodies, 1, faults="leak:1")
 
 
-async def guard_off(scene: Scene) -> Findings:
+async def guard_off(scenario: Scenario) -> Findings:
     """A model that leaks by itself once the guard is off, with two rows. What it leaks can be won back by evaluating
     it, and that comes before any rotation."""
-    tokens = scene.count(TOKENS, 8000) // 2
-    bodies = [completion(prompt(length, scene.rng), tokens) for length in (20, 50)]
-    return await _leaking(scene, bodies, 2, guard="off")
+    tokens = scenario.count(TOKENS, 8000) // 2
+    bodies = [completion(prompt(length, scenario.rng), tokens) for length in (20, 50)]
+    return await _leaking(scenario, bodies, 2, guard="off")
 
 
-async def _leaking(scene: Scene, bodies: list[dict[str, Any]], a_step: int, **options: object) -> Findings:
+async def _leaking(scenario: Scenario, bodies: list[dict[str, Any]], a_step: int, **options: object) -> Findings:
     """`a_step`: buffers that leak in a step. The limit leaves the engine a few hundred steps between the reading that
     is too high and the end: even tiny models take a second for them."""
-    limit = a_step * scene.count(7500, 3000)
+    limit = a_step * scenario.count(7500, 3000)
     wanted = int(bodies[0]["max_tokens"] * a_step / limit)
-    with scene.server() as server:
+    with scenario.server() as server:
         expected = await undisturbed(server.port, bodies)
     numbers = {"live_buffers": "native", "buffer_limit": limit, "rotate_min_seconds": 0}
-    with scene.server(**numbers, **options) as server:
-        crew = Crew(server.port, expected)
-        crew.finished = list(enumerate(await asyncio.gather(*(ask(server.port, body) for body in bodies))))
-        findings = scene.findings(server, "buffer limit", limit)
-    verdicts: Verdicts = crew.judge()
+    with scenario.server(**numbers, **options) as server:
+        clients = Clients(server.port, expected)
+        clients.finished = list(enumerate(await asyncio.gather(*(ask(server.port, body) for body in bodies))))
+        findings = scenario.findings(server, "buffer limit", limit)
+    verdicts: Verdicts = clients.judge()
     findings.problems += verdicts.problems()
     findings.notes += verdicts.explained
     findings.figures |= {
         "rotations": findings.restarts("rotation"),
         "flushes": len(findings.thresholds("flush")),
-        "longest gap s": longest_gap(crew.accounts()),
+        "longest gap s": longest_gap(clients.accounts()),
     }
     met = findings.restarts("rotation") + len(findings.thresholds("flush"))
     if met < wanted or (findings.restarts("rotation") < wanted and "faults" in options):
@@ -79,17 +79,17 @@ def longest_gap(accounts: Sequence[Account]) -> float:
     return max((b - a for one in times for a, b in pairwise(one)), default=float("nan"))
 
 
-async def fast_leak(scene: Scene) -> Findings:
+async def fast_leak(scenario: Scenario) -> Findings:
     """A leak that replacing can't keep up with ends with an error that names it, whether the engine could still ask
     to be replaced or had no time to."""
     findings = Findings("fast-leak")
     for buffers, limit in ((1, 2000), (400, 4000)):
         options = {"live_buffers": "native", "buffer_limit": limit, "rotate_min_seconds": 600}
         options["faults"] = f"leak:{buffers}"
-        with scene.server(**options) as server:
-            account = await ask(server.port, completion(prompt(20, scene.rng), TOKENS))
-            after = await ask(server.port, completion(prompt(20, scene.rng), 3))
-            findings.add(scene.findings(server, "runs", 1))
+        with scenario.server(**options) as server:
+            account = await ask(server.port, completion(prompt(20, scenario.rng), TOKENS))
+            after = await ask(server.port, completion(prompt(20, scenario.rng), 3))
+            findings.add(scenario.findings(server, "runs", 1))
         said = (account.error or {}).get("message", "")
         findings.notes.append(f"{buffers} a step: {len(account.tokens)} tokens, then: {account.trouble()}")
         if "leak" not in said.lower():
@@ -100,31 +100,31 @@ async def fast_leak(scene: Scene) -> Findings:
 
 
 # ---------------------------------------------------------------- bytes
-async def preempt(scene: Scene) -> Findings:
+async def preempt(scenario: Scenario) -> Findings:
     """Many rows where four have room: all end, or are refused at once."""
-    findings = await _crowded(scene, scene.count(ROWS, 16), ROW_TOKENS)
+    findings = await _crowded(scenario, scenario.count(ROWS, 16), ROW_TOKENS)
     if findings.figures["recomputed tokens"] > RECOMPUTED_SHARE * findings.figures["generated tokens"]:
         findings.problems.append("too much was computed twice")
     return findings
 
 
-async def preempt_long(scene: Scene) -> Findings:
+async def preempt_long(scenario: Scenario) -> Findings:
     """The same with answers much longer than anybody plans with, so that rows must be preempted."""
-    findings = await _crowded(scene, scene.count(12, 7), 3 * ROW_TOKENS)
+    findings = await _crowded(scenario, scenario.count(12, 7), 3 * ROW_TOKENS)
     if not findings.figures["preemptions"]:
         findings.problems.append("nothing was preempted: this proves nothing")
     return findings
 
 
-async def _crowded(scene: Scene, rows: int, tokens: int) -> Findings:
-    bodies = [completion(prompt(scene.rng.choice((10, 20, 40)), scene.rng), tokens) for _ in range(rows)]
-    limit = await asyncio.to_thread(room_for, scene.model, ROOM, 40 + tokens)
+async def _crowded(scenario: Scenario, rows: int, tokens: int) -> Findings:
+    bodies = [completion(prompt(scenario.rng.choice((10, 20, 40)), scenario.rng), tokens) for _ in range(rows)]
+    limit = await asyncio.to_thread(room_for, scenario.model, ROOM, 40 + tokens)
     readings: list[float] = []
-    with scene.server(memory_limit=limit, max_rows=32, queue_limit=rows - rows // 8) as server:
+    with scenario.server(memory_limit=limit, max_rows=32, queue_limit=rows - rows // 8) as server:
         scale = asyncio.create_task(_weigh(server, readings))
         accounts = await asyncio.gather(*(ask(server.port, body) for body in bodies))
         scale.cancel()
-        findings = scene.findings(server, "requests", rows)
+        findings = scenario.findings(server, "requests", rows)
         times = preemptions(server.log.read_text(encoding="utf-8"))
     findings.figures |= {
         "refused": sum(account.status == 429 for account in accounts),

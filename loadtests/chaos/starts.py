@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from loadtests.chaos.deaths import end_engine, engine_up
 from loadtests.chaos.enemy import crowd_bodies, lone_body, newest, strike, under_way, undisturbed_here
-from loadtests.chaos.scenario import Findings, Scene
+from loadtests.chaos.scenario import Findings, Scenario
 from loadtests.chaos.sse_client import Account, ask
 from loadtests.harness import Server
 
@@ -24,26 +24,26 @@ NO_FILES = 3  # descriptors that a server may have which can open nothing
 NO_SPAWN_SECONDS = 8.0  # some starts fail in that time, with the pauses between them
 
 
-async def as_ready(scene: Scene) -> Findings:
+async def as_ready(scenario: Scenario) -> Findings:
     """Each engine is killed as soon as it says that it is ready: at once, and a little later each time."""
 
     async def at_the_door(server: Server, accounts: Sequence[Account]) -> int:
         await under_way(accounts)
-        deaths = scene.count(20, 7)
+        deaths = scenario.count(20, 7)
         for death in range(deaths):
             await engine_up(server)
             await asyncio.sleep(0.02 * (death % 4))
             await end_engine(server, signal.SIGKILL)
         return deaths
 
-    lone, crowd = await undisturbed_here(scene, [lone_body(2000)], crowd_bodies(1000))
-    findings = await strike(scene, lone, at_the_door, "deaths of a lone stream's engines")
-    if not scene.quick:
-        findings.add(await strike(scene, crowd, at_the_door, "deaths of a crowd's engines"))
+    lone, crowd = await undisturbed_here(scenario, [lone_body(2000)], crowd_bodies(1000))
+    findings = await strike(scenario, lone, at_the_door, "deaths of a lone stream's engines")
+    if not scenario.quick:
+        findings.add(await strike(scenario, crowd, at_the_door, "deaths of a crowd's engines"))
     return findings
 
 
-async def starts(scene: Scene) -> Findings:
+async def starts(scenario: Scenario) -> Findings:
     """Each engine is killed while it starts, each a little further on than the one before, faster than the pause
     between two starts grows; new work is refused meanwhile, and not one answer under way is lost."""
     refused = Account({})
@@ -53,7 +53,7 @@ async def starts(scene: Scene) -> Findings:
         began = await engine_up(server)
         await end_engine(server, signal.SIGKILL)
         took = max(1.0, await engine_up(server) - began)
-        deaths = scene.count(20, 10)
+        deaths = scenario.count(20, 10)
         for death in range(deaths):
             pid = await newest(server)
             await asyncio.sleep(took * 0.9 * death / deaths)
@@ -63,8 +63,8 @@ async def starts(scene: Scene) -> Findings:
                 await ask(server.port, lone_body(4), refused)
         return deaths + 1
 
-    [expected] = await undisturbed_here(scene, crowd_bodies(scene.count(3000, 1000)))
-    findings = await strike(scene, expected, further_each_time, "deaths")
+    [expected] = await undisturbed_here(scenario, crowd_bodies(scenario.count(3000, 1000)))
+    findings = await strike(scenario, expected, further_each_time, "deaths")
     if refused.status != 503 or refused.ended - refused.started > 1:
         findings.problems.append(f"new work wasn't refused at once, but got {refused.trouble()}")
     return findings
@@ -76,31 +76,31 @@ async def _gone(server: Server, pid: int) -> None:
 
 
 # ---------------------------------------------------------------- faster than the backoff
-async def burst(scene: Scene) -> Findings:
+async def burst(scenario: Scenario) -> Findings:
     """Each engine is killed as soon as there is a process, before it has imported anything: many in a row, in less time
     than one start takes."""
 
     async def at_once(server: Server, accounts: Sequence[Account]) -> int:
         await under_way(accounts)
         await end_engine(server, signal.SIGKILL)
-        deaths = scene.count(20, 10)
+        deaths = scenario.count(20, 10)
         for _ in range(deaths):
             pid = await newest(server)
             os.kill(pid, signal.SIGKILL)
             await _gone(server, pid)
         return deaths + 1
 
-    lone, crowd = await undisturbed_here(scene, [lone_body(1000)], crowd_bodies(1000))
-    findings = await strike(scene, crowd, at_once, "deaths of a crowd's engines")
-    if not scene.quick:
-        findings.add(await strike(scene, lone, at_once, "deaths of a lone stream's engines"))
+    lone, crowd = await undisturbed_here(scenario, [lone_body(1000)], crowd_bodies(1000))
+    findings = await strike(scenario, crowd, at_once, "deaths of a crowd's engines")
+    if not scenario.quick:
+        findings.add(await strike(scenario, lone, at_once, "deaths of a lone stream's engines"))
     return findings
 
 
-async def no_spawn(scene: Scene) -> Findings:
+async def no_spawn(scenario: Scenario) -> Findings:
     """The engine dies while the server may open no further file: each start fails before there is a process. Linux."""
     if sys.platform != "linux":
-        return Findings(scene.mode, notes=["not tried: the limits of another process can't be set on this system"])
+        return Findings(scenario.mode, notes=["not tried: the limits of another process can't be set on this system"])
 
     async def without_files(server: Server, accounts: Sequence[Account]) -> int:
         await under_way(accounts)
@@ -113,8 +113,8 @@ async def no_spawn(scene: Scene) -> Findings:
         assert failed, "each start went well: this proves nothing"
         return failed
 
-    [expected] = await undisturbed_here(scene, crowd_bodies(1000))
-    return await strike(scene, expected, without_files, "failed starts")
+    [expected] = await undisturbed_here(scenario, crowd_bodies(1000))
+    return await strike(scenario, expected, without_files, "failed starts")
 
 
 @contextmanager

@@ -147,8 +147,8 @@ def test_figures_of_several_servers_add_up() -> None:
 
 
 def test_a_problem_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    async def bad(scene: Any) -> Findings:
-        return Findings(scene.mode, {"kills": 3.0}, ["a token was lost"] if scene.quick else [])
+    async def bad(scenario: Any) -> Findings:
+        return Findings(scenario.mode, {"kills": 3.0}, ["a token was lost"] if scenario.quick else [])
 
     monkeypatch.setitem(__main__.MODES, "kill", bad)
     monkeypatch.setattr(__main__, "obtain", lambda name, folder: folder / name)
@@ -175,13 +175,13 @@ async def test_the_listener_tells_what_came_streamed_or_plain() -> None:
         assert (refused.status, refused.ok) == (400, False)
 
 
-async def test_a_crew_asks_again_and_again_until_it_leaves() -> None:
+async def test_clients_ask_again_and_again_until_they_leave() -> None:
     from serving import engine
 
     async with run_server(engine(say=says("word", stop=False), step_seconds=0.002)) as site:
         port = int(site.url.rpartition(":")[2])
         expected = await chaos_clients.undisturbed(port, chaos_clients.bodies(20))
-        async with chaos_clients.Crew(port, expected) as clients:
+        async with chaos_clients.Clients(port, expected) as clients:
             await site.until(lambda: len(clients.finished) > 8)
             assert len(clients.live) == 5
             await clients.leave()

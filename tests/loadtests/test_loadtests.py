@@ -27,7 +27,7 @@ from loadtests.bench.raw import Direct
 from loadtests.bench.rounds import Work
 from loadtests.bench.targets import MARATHON, NAMES, RAW, REFERENCE, checked
 from loadtests.bench.workload import (
-    Ask,
+    LoadRequest,
     Order,
     Stream,
     chunks_a_token,
@@ -147,24 +147,24 @@ def test_rates_count_tokens_by_usage_and_chunks_by_arrival() -> None:
 
 def test_orders_and_streams_survive_the_pipe() -> None:
     sampling: dict[str, int | float] = {"top_k": 40, "temperature": 0.5}
-    order = Order([Ask(5, "hi", sampling=sampling, after=(0, 3))], 80, {"model": "m"}, True)
+    order = Order([LoadRequest(5, "hi", sampling=sampling, after=(0, 3))], 80, {"model": "m"}, True)
     read = to_order(to_line(order))
     assert read == order
-    assert type(read.asks[0].sampling["top_k"]) is int  # a server may refuse 40.0
+    assert type(read.requests[0].sampling["top_k"]) is int  # a server may refuse 40.0
     streams = [Stream(0.5, [1.0], [1], 1, 2, 0, "broke")]
     assert to_streams(to_line(streams)) == streams
 
 
 def test_half_a_load_is_no_measurement() -> None:
-    asks = [Ask(4)]
+    requests = [LoadRequest(4)]
     whole = [Stream(0.0, [1.0], [1], 4)]
-    assert checked("it", asks, whole, exact=True) == whole
+    assert checked("it", requests, whole, exact=True) == whole
     short = [Stream(0.0, [1.0], [1], 3)]
-    assert checked("it", asks, short, exact=False) == short
+    assert checked("it", requests, short, exact=False) == short
     with pytest.raises(Failed, match="3 tokens instead of 4"):
-        checked("it", asks, short, exact=True)
+        checked("it", requests, short, exact=True)
     with pytest.raises(Failed, match="broke"):
-        checked("it", asks, [Stream(0.0, error="broke")], exact=False)
+        checked("it", requests, [Stream(0.0, error="broke")], exact=False)
 
 
 # ---------------------------------------------------------------- the client, against a scripted server
@@ -220,7 +220,7 @@ async def test_the_client_counts_text_and_nothing_else() -> None:
     """A role, an empty piece, a null, a keep-alive comment and the usage are no tokens."""
     parts = [delta(role="assistant", content=""), b": keep-alive\n\n", delta(content='"content":"'), delta(content="b")]
     async with scripted(says(HEAD, *parts, delta(), USAGE + DONE, pause=0.005)) as port:
-        [stream] = await obey(Order([Ask(3, messages=[{"role": "user", "content": "hi"}])], port))
+        [stream] = await obey(Order([LoadRequest(3, messages=[{"role": "user", "content": "hi"}])], port))
     assert stream.error == ""
     assert stream.counts == [1, 1]
     assert (stream.tokens, stream.prompt_tokens, stream.cached_tokens) == (3, 5, 2)
@@ -231,7 +231,7 @@ async def test_pieces_torn_or_joined_on_the_way_are_counted_once() -> None:
     whole = text("a") + text("b") + text("") + text("c")
     torn = [whole[i : i + 7] for i in range(0, len(whole), 7)]
     async with scripted(says(HEAD[:10], HEAD[10:] + torn[0], *torn[1:], USAGE[:30], USAGE[30:] + DONE)) as port:
-        [stream] = await obey(Order([Ask(3, "hi")], port))
+        [stream] = await obey(Order([LoadRequest(3, "hi")], port))
     assert stream.chunks == 3
     assert stream.tokens == 3
 
@@ -239,14 +239,14 @@ async def test_pieces_torn_or_joined_on_the_way_are_counted_once() -> None:
 async def test_an_ask_waits_for_the_stream_that_it_names() -> None:
     slow = [text("a") for _ in range(6)]
     async with scripted(says(HEAD, *slow, USAGE, DONE, pause=0.02), says(HEAD, text("b"), USAGE, DONE)) as port:
-        first, second = await obey(Order([Ask(6, "hi"), Ask(1, "ho", after=(0, 3))], port))
+        first, second = await obey(Order([LoadRequest(6, "hi"), LoadRequest(1, "ho", after=(0, 3))], port))
     assert first.times[2] <= second.started < first.times[3]
     assert second.first < 0.02
 
 
 async def test_an_ask_whose_turn_never_comes_says_so() -> None:
     async with scripted(says(HEAD, text("a"), USAGE, DONE)) as port:
-        first, second = await obey(Order([Ask(1, "hi"), Ask(1, "ho", after=(0, 3))], port))
+        first, second = await obey(Order([LoadRequest(1, "hi"), LoadRequest(1, "ho", after=(0, 3))], port))
     assert not first.error
     assert second.error == "stream 0 ended after 1 chunks instead of 3"
 
@@ -254,7 +254,7 @@ async def test_an_ask_whose_turn_never_comes_says_so() -> None:
 async def test_turns_come_one_after_another() -> None:
     async with scripted(says(HEAD, text("a"), USAGE, DONE, pause=0.01)) as port:
         started = monotonic()
-        streams = await obey(Order([Ask(1, "hi")] * 3, port, reuse=True))
+        streams = await obey(Order([LoadRequest(1, "hi")] * 3, port, reuse=True))
     assert len(streams) == 3
     assert monotonic() - started > 0.06
 
@@ -269,7 +269,7 @@ async def test_turns_come_one_after_another() -> None:
 )
 async def test_what_is_no_answer_is_an_error(parts: list[bytes], message: str) -> None:
     async with scripted(says(*parts)) as port:
-        [stream] = await obey(Order([Ask(1, "hi")], port))
+        [stream] = await obey(Order([LoadRequest(1, "hi")], port))
     assert message in stream.error
 
 
@@ -282,7 +282,7 @@ async def test_a_chunk_costs_the_client_less_than_15_microseconds() -> None:
     frame = b"ac\r\n" + text(" word") + b"\r\n"
     best = 1.0
     for _ in range(3):
-        channel = Channel(Ask(1, "hi"), lambda: None)
+        channel = Channel(LoadRequest(1, "hi"), lambda: None)
         channel.data_received(HEAD)
         started = process_time()
         for _ in range(5000):
@@ -293,12 +293,12 @@ async def test_a_chunk_costs_the_client_less_than_15_microseconds() -> None:
 
 
 async def test_the_client_and_a_real_server_agree_on_every_token() -> None:
-    asks = [Ask(300, f"Say {i}") for i in range(4)]
+    requests = [LoadRequest(300, f"Say {i}") for i in range(4)]
     async with run_server(engine(step_seconds=0.002, say=lambda sequence, position: 100 + position)) as site:
         port = site.client.base_url.port
         assert port is not None
-        streams = await obey(Order(asks, port, {"model": "tiny", "ignore_eos": True}))
-        chats = [Ask(20, messages=[{"role": "user", "content": "Say"}])]
+        streams = await obey(Order(requests, port, {"model": "tiny", "ignore_eos": True}))
+        chats = [LoadRequest(20, messages=[{"role": "user", "content": "Say"}])]
         [chat] = await obey(Order(chats, port, {"model": "tiny", "ignore_eos": True}))
     assert [stream.error for stream in [*streams, chat]] == [""] * 5
     assert [stream.tokens for stream in streams] == [300] * 4
@@ -429,21 +429,21 @@ def test_a_model_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
 
 # ---------------------------------------------------------------- mlx-lm, called directly
-def conversation(turns: int) -> list[Ask]:
-    work, history, asks = Work(random.Random(7)), [], []
+def conversation(turns: int) -> list[LoadRequest]:
+    work, history, requests = Work(random.Random(7)), [], []
     for _ in range(turns):
         history.append({"role": "user", "content": work.prompt(20).strip()})
-        asks.append(Ask(4, messages=list(history)))
+        requests.append(LoadRequest(4, messages=list(history)))
         history.append({"role": "assistant", "content": work.prompt(20).strip()})
-    return asks
+    return requests
 
 
 def test_raw_runs_what_it_is_asked(tiny: Tiny) -> None:
     direct = Direct(tiny("llama"), 8)
     work = Work(random.Random(3))
-    sampled = Ask(5, work.prompt(12), sampling={"temperature": 0.8, "top_k": 5, "seed": 1})
-    late = Ask(3, work.prompt(40), after=(0, 4))
-    first, second, third = direct.obey(Order([Ask(9, work.prompt(6)), sampled, late]))
+    sampled = LoadRequest(5, work.prompt(12), sampling={"temperature": 0.8, "top_k": 5, "seed": 1})
+    late = LoadRequest(3, work.prompt(40), after=(0, 4))
+    first, second, third = direct.obey(Order([LoadRequest(9, work.prompt(6)), sampled, late]))
     assert [(s.tokens, s.prompt_tokens) for s in (first, second, third)] == [(9, 6), (5, 12), (3, 40)]
     assert first.times[3] <= third.started
     assert third.times[0] <= first.times[8]
@@ -452,9 +452,9 @@ def test_raw_runs_what_it_is_asked(tiny: Tiny) -> None:
 def test_raw_keeps_the_caches_of_a_conversation(tiny: Tiny) -> None:
     """The ideal that the prefix cache is held to reads nothing twice, and its caches hold what they should."""
     direct = Direct(tiny("llama"), 8)
-    asks = conversation(3)
-    streams = direct.obey(Order(asks, reuse=True))
-    lengths = [len(direct.tokens(ask)) for ask in asks]
+    requests = conversation(3)
+    streams = direct.obey(Order(requests, reuse=True))
+    lengths = [len(direct.tokens(ask)) for ask in requests]
     assert [stream.prompt_tokens for stream in streams] == lengths
     assert streams[0].cached_tokens == 0
     for before, stream in zip(lengths, streams[1:], strict=False):
@@ -468,8 +468,8 @@ class Steady:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def run(self, asks: Sequence[Ask], *, in_turn: bool = False) -> list[Stream]:
-        return [self._stream(0.15 if ask.after else 0.0, ask.max_tokens) for ask in asks]
+    def run(self, requests: Sequence[LoadRequest], *, in_turn: bool = False) -> list[Stream]:
+        return [self._stream(0.15 if ask.after else 0.0, ask.max_tokens) for ask in requests]
 
     @staticmethod
     def _stream(started: float, tokens: int) -> Stream:
@@ -492,8 +492,8 @@ class Steady:
 )
 def test_every_bar_finds_its_figures(row: speed_rows.Row) -> None:
     work = Work(random.Random(0), quick=True, profile=True)
-    taken = {name: row.measure(Steady(name), work) for name in row.subjects}
-    for verdict in judge(row.name, row.bars, [taken], row.subjects):
+    taken = {name: row.measure(Steady(name), work) for name in row.targets}
+    for verdict in judge(row.name, row.bars, [taken], row.targets):
         assert len(verdict.values) == 1, verdict.bar.label
 
 
