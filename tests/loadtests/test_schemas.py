@@ -8,7 +8,7 @@ from pathlib import Path
 from loadtests import harness, schemas
 from loadtests.schemas import Tally, ask_all, draw_schemas, judge, random_holds, random_questions
 
-COUNT = 6
+COUNT = 4
 
 
 def test_random_schemas_are_followed_to_the_end(tiny, tmp_path: Path) -> None:
