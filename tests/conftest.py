@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from loadtests import zoo
 from server.config.cache_folder import cache_folder
 from server.errors import StartupError
 from server.model_files.starter import ensure_starter
+from server.telemetry.logs import JsonLines, Lines
 
 Tiny = Callable[..., Path]
 
@@ -36,6 +41,20 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(empty_home))
     monkeypatch.setenv("XDG_CACHE_HOME", str(empty_home / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """What a test sets up of logging ends with it: a handler would go on to write to a stream that is closed."""
+    root = logging.getLogger()
+    level = root.level
+    hooks = (warnings.showwarning, sys.excepthook, sys.unraisablehook, threading.excepthook)
+    yield
+    root.setLevel(level)
+    for handler in list(root.handlers):
+        if isinstance(handler.formatter, Lines | JsonLines):
+            root.removeHandler(handler)
+    warnings.showwarning, sys.excepthook, sys.unraisablehook, threading.excepthook = hooks
 
 
 @pytest.fixture(scope="session")

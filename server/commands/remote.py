@@ -7,6 +7,7 @@ may fail to answer. Runs in the main thread of a short-lived process.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from server.errors import StartupError, joined_lines, one_line
 from server.settings import load_from, read_sources
 
 CONNECT_SECONDS = 5.0
+_HOST = re.compile(r"[\w.:-]+")
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -44,6 +46,14 @@ class Remote:
         return StartupError(f"the server at {self.url} doesn't answer: {one_line(error)}")
 
 
+def _host(url: str) -> str:
+    """Give the host of an address; empty where it has none or isn't one."""
+    try:
+        return httpx.URL(url).host
+    except httpx.InvalidURL:
+        return ""
+
+
 def find(url: str | None, key: str | None) -> Remote:
     """Name the server that is meant: the given one, else the one that `marathon serve` would start with the same
     environment. Raises StartupError for settings that are wrong and for what is no address."""
@@ -56,6 +66,8 @@ def find(url: str | None, key: str | None) -> Remote:
         return Remote(f"http://{host}:{settings.port}", key, is_default=True)
     if not url.startswith(("http://", "https://")):
         raise StartupError(f"--url {url}: an address begins with http:// or https://")
+    if not _HOST.fullmatch(_host(url)):
+        raise StartupError(f"--url {url}: that names no host")
     return Remote(url.rstrip("/").removesuffix("/v1"), key)
 
 

@@ -27,7 +27,7 @@ def watch(remote: Remote) -> int:
     """Show the server's state each second until Ctrl-C, then return 0.
 
     In a terminal each report takes the place of the last one; elsewhere it is one line. Raises StartupError where the
-    server answers and refuses, and for an address that is none.
+    server answers and refuses.
     """
     try:
         while True:
@@ -46,8 +46,6 @@ def _follow(remote: Remote) -> None:
                 if name == "report":
                     _show(status.read(data, remote))
         _say([f"The server at {remote.url} has ended; it is asked again each second."])
-    except httpx.InvalidURL as error:
-        raise remote.unreachable(error) from error
     except httpx.HTTPError:
         _say([f"No server answers at {remote.url}; it is asked again each second."])
 

@@ -53,8 +53,9 @@ async def test_no_server_gives_exit_code_2_and_one_line(capsys: Capture, monkeyp
 
 
 @pytest.mark.parametrize("command", ["status", "top"])
-async def test_an_address_that_is_none_is_one_line(command: str, capsys: Capture) -> None:
-    told = await in_thread(capsys, command, "--url", "http://[")
+@pytest.mark.parametrize("url", ["http://[", "http://", "http://host:port", "localhost:8080"])
+async def test_an_address_that_is_none_is_one_line(command: str, url: str, capsys: Capture) -> None:
+    told = await in_thread(capsys, command, "--url", url)
     assert (told.code, len(told.err.splitlines())) == (2, 1)
 
 
