@@ -441,7 +441,7 @@ async def test_requests_of_any_shape_are_answered_or_refused_in_the_protocols_fo
     rng = random.Random(14)
     answered = 0
     async with run_server(engine(say=says(HELLO))) as site:
-        for _ in range(200):
+        for _ in range(100):
             names = rng.sample(sorted(SOME), rng.randrange(5))
             body = {"input": "x", "max_output_tokens": 4} | {name: rng.choice(SOME[name]) for name in names}
             answer = await site.post(PATH, body)
@@ -453,4 +453,4 @@ async def test_requests_of_any_shape_are_answered_or_refused_in_the_protocols_fo
                 events_of(answer.text)
             else:
                 assert ResponseObject.model_validate(answer.json()), body
-    assert 50 < answered < 190
+    assert 25 < answered < 95

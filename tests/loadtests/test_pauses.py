@@ -15,7 +15,7 @@ from loadtests.zoo.models import obtain
 
 SHARE = 0.015
 GENEROUS = 0.25  # seconds of the server process's own work; what it takes at full size is a tenth of that
-KINDS = ("members", "gzip in gzip", "stop ids", "4 × lists", "4 × schemas")
+KINDS = ("members", "gzip in gzip", "4 × lists")
 
 
 @pytest.fixture
