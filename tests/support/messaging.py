@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any
 
 import anthropic
 import httpx2
-from serving import MODEL, Site
+from serving import MODEL, Site, named_events
 
 from server.api.output.messages_schema import AnthropicErrorBody, AnthropicMessage, MessageEvent
 
@@ -38,13 +37,7 @@ async def stream(site: Site, **fields: Any) -> list[Event]:
 def events_of(text: str) -> list[Event]:
     """Events, held to the rules that every stream keeps; signs of life are left out."""
     found = []
-    for block in text.split("\n\n"):
-        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
-        if not lines:
-            continue
-        name, data = lines
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    for event in named_events(text):
         form = AnthropicErrorBody if event["type"] == "error" else MessageEvent
         form.model_validate(event)
         if event["type"] != "ping":

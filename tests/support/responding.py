@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from serving import MODEL, Site
+from serving import MODEL, Site, named_events
 
 PATH = "/v1/responses"
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
@@ -28,16 +28,7 @@ async def stream(site: Site, given: Any = "Say hello.", **fields: Any) -> list[E
 
 def events_of(text: str) -> list[Event]:
     """Events, held to the rules that every stream keeps; signs of life are left out."""
-    found = []
-    for block in text.split("\n\n"):
-        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
-        if not lines:
-            continue
-        name, data = lines
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        if event["type"] != "keepalive":
-            found.append(event)
+    found = [event for event in named_events(text) if event["type"] != "keepalive"]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
     assert [n for n, event in enumerate(found) if event["type"] in TERMINAL] == [len(found) - 1]

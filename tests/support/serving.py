@@ -106,6 +106,19 @@ async def payloads(response: httpx.Response) -> AsyncIterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
+def named_events(text: str) -> list[dict[str, Any]]:
+    """The events of a stream that names each by its type, in order; comments are left out."""
+    found = []
+    for block in text.split("\n\n"):
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        if lines:
+            name, data = lines
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            found.append(event)
+    return found
+
+
 def settings(**values: Any) -> Settings:
     return load({"port": 0, "keepalive_seconds": 5, "drain_seconds": 2, **values})
 
