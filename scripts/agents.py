@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from loadtests import harness  # noqa: E402
+from server.agents.configuration import codex_model  # noqa: E402
 from server.config.cache_folder import cache_folder  # noqa: E402
 
 SECONDS = 240
@@ -76,7 +76,7 @@ CODEX_SCRIPT = [
 def codex(folder: Path, home: Path, url: str) -> tuple[list[str], dict[str, str]]:
     """The command, and what its environment needs."""
     catalog = home / "catalog.json"
-    catalog.write_text(json.dumps({"models": [codex_model()]}), encoding="utf-8")
+    catalog.write_text(json.dumps({"models": [codex_model(CONTEXT)]}), encoding="utf-8")
     settings = f"""model = "default"
 model_provider = "marathon"
 model_context_window = {CONTEXT}
@@ -91,32 +91,6 @@ wire_api = "responses"
     program = folder / "node_modules" / ".bin" / "codex"
     flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-o", str(home / "last.txt")]
     return [str(program), "exec", *flags, PROMPT], {"CODEX_HOME": str(home)}
-
-
-def codex_model() -> dict[str, Any]:
-    """What Codex wants to know of a model; `freeform` makes apply_patch a custom tool."""
-    return {
-        "slug": "default",
-        "display_name": "Marathon",
-        "description": "the served model",
-        "apply_patch_tool_type": "freeform",
-        "truncation_policy": {"mode": "tokens", "limit": 10_000},
-        "supports_parallel_tool_calls": True,
-        "context_window": CONTEXT,
-        "default_reasoning_level": "medium",
-        "supported_reasoning_levels": [{"effort": "medium", "description": "the only one"}],
-        "support_verbosity": False,
-        "shell_type": "default",
-        "visibility": "list",
-        "supported_in_api": True,
-        "priority": 1,
-        "base_instructions": "You are a coding agent.",
-        "supports_reasoning_summaries": False,
-        "supports_reasoning_summary_parameter": False,
-        "experimental_supported_tools": [],
-        "default_reasoning_summary": "none",
-        "input_modalities": ["text"],
-    }
 
 
 def codex_faults(home: Path, said: str) -> Iterator[str]:
