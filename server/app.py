@@ -80,7 +80,7 @@ def assemble(settings: Settings, model: ModelLocation, metrics: Metrics, supervi
 
 
 def lifespan(served: AppContext) -> Callable[[FastAPI], Any]:
-    """Engine and worker thread live as long as the application."""
+    """Engine, journal and worker threads live as long as the application."""
 
     @asynccontextmanager
     async def alive(app: FastAPI) -> AsyncIterator[None]:
@@ -88,6 +88,7 @@ def lifespan(served: AppContext) -> Callable[[FastAPI], Any]:
         supervisor = served.supervisor
         await supervisor.start()
         supervisor.learn(await asyncio.to_thread(served.tokenizer.token_table))
+        await served.journal.open()
         feed = asyncio.create_task(served.feed.run())
         try:
             # What waits counts too: during an engine's replacement nothing runs and everything waits.
@@ -96,6 +97,7 @@ def lifespan(served: AppContext) -> Callable[[FastAPI], Any]:
         finally:
             feed.cancel()
             await supervisor.stop(supervisor.clock())
+            await served.journal.close()
             served.close()
 
     return alive

@@ -27,6 +27,7 @@ from server.settings import (
     SIZE_UNITS,
     SIZES,
     EngineSettings,
+    JournalSettings,
     Limits,
     Logs,
     Serving,
@@ -42,6 +43,7 @@ GROUPS: dict[str, type[BaseModel]] = {
     "model and network": Serving,
     "limits": Limits,
     "engine": EngineSettings,
+    "journal": JournalSettings,
     "logs": Logs,
 }
 COMMANDS = {

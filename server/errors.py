@@ -21,6 +21,7 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
         ├── QueueFull                 429  retry later
         ├── NotReady                  503  no engine
         ├── Draining                  503  shutting down
+        ├── JournalUnavailable        503  the answer can't be stored
         └── InternalError             500
             └── GenerationError      500  this generation can't be continued; retrying would repeat it
                 └── FatalPrompt      400  its prompt has killed engines
@@ -257,6 +258,18 @@ class Draining(RequestError):
     type = "server_error"
     code = "draining"
     reason = "shutdown"
+
+
+class JournalUnavailable(RequestError):
+    """The answer was to be stored and can't be; the message says why."""
+
+    status = 503
+    type = "server_error"
+    code = "journal_unavailable"
+    reason = "journal"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
 
 
 class InternalError(RequestError):

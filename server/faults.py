@@ -1,19 +1,24 @@
-"""Deliberate failures of the engine, for tests and chaos runs. DANGEROUS: off unless `--faults` names them.
+"""Deliberate failures, for tests and chaos runs. DANGEROUS: off unless `--faults` names them.
 
-Owns the spec's grammar and the acts. The spec is checked in the server process, the acts happen in the engine.
+Owns the spec's grammar and the acts. The spec is checked in the server process, the acts happen in the engine, those at
+a commit of the journal in the server.
 
     kill|abort|raise|stall|garbage @ prefill|decode|resume : STEP    at that chunk, step or resumed sequence
     poison@prefill:TOKEN | poison@decode:TOKEN                       dies whenever a prompt that begins with TOKEN is
                                                                      read, or after 5 tokens of such a prompt
+    kill@before-commit:N   kill@after-commit:N               the server, before or after the journal's N-th commit
+    full@commit:N          slow-commit:SECONDS               no room for that commit; each commit takes so much longer
     slow-start[:SECONDS]   fail-start[:TIMES]   leak:K               K live buffers a decode step that nobody owns
 
 Several, separated by commas. A fault at a step happens in the server's first engine; `STEP*N` in each of the first N.
+`full@commit:N*M` fails M commits from the N-th on.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +27,11 @@ from server.errors import StartupError
 
 ACTS = ("kill", "abort", "raise", "stall", "garbage", "poison")
 PLACES = ("prefill", "decode", "resume")
+COMMITS = (("kill", "before-commit"), ("kill", "after-commit"), ("full", "commit"))
 POISON_AFTER = 5  # output tokens
-_DEFAULTS = {"slow-start": "5", "fail-start": "1000000", "leak": ""}  # seconds, starts, buffers a step
+# Seconds, starts, buffers a step, seconds.
+_DEFAULTS = {"slow-start": "5", "fail-start": "1000000", "leak": "", "slow-commit": ""}
+_SECONDS = ("slow-start", "slow-commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,7 @@ class Fault:
     act: str
     place: str
     step: int
-    engines: int = 1
+    engines: int = 1  # or commits
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class Spec:
     slow_start: float = 0.0  # seconds
     fail_start: int = 0  # starts
     leak: int = 0  # buffers a step
+    slow_commit: float = 0.0  # seconds
 
     def __bool__(self) -> bool:
         return self != Spec()
@@ -60,15 +69,22 @@ def parse(text: str) -> Spec:
                 faults.append(_fault(name, value))
             else:
                 default = _DEFAULTS[name]
-                rest[name] = _amount(value or default, whole=name != "slow-start")
+                rest[name] = _amount(value or default, whole=name not in _SECONDS)
         except (ValueError, KeyError):
             raise StartupError(f"--faults {part!r}: no such fault; see the README for the list") from None
-    return Spec(tuple(faults), rest.get("slow-start", 0.0), int(rest.get("fail-start", 0)), int(rest.get("leak", 0)))
+    return Spec(
+        tuple(faults),
+        rest.get("slow-start", 0.0),
+        int(rest.get("fail-start", 0)),
+        int(rest.get("leak", 0)),
+        rest.get("slow-commit", 0.0),
+    )
 
 
 def _fault(name: str, value: str) -> Fault:
     act, _, place = name.partition("@")
-    if act not in ACTS or place not in PLACES or (act, place) == ("poison", "resume"):
+    in_engine = act in ACTS and place in PLACES and (act, place) != ("poison", "resume")
+    if not in_engine and (act, place) not in COMMITS:
         raise ValueError(name)
     step, star, engines = value.partition("*")
     if act == "poison":
@@ -130,3 +146,30 @@ class Faults:
             self._write_garbage()
         else:
             raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")
+
+
+class CommitFaults:
+    """Counts the journal's commits in the server and acts when one is due. Owned by the journal's writer."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._begun = 0
+        self._done = 0
+
+    def before(self) -> None:
+        """All is ready for a commit. Raises sqlite3.OperationalError where there is to be no room for it."""
+        time.sleep(self._spec.slow_commit)
+        self._begun += 1
+        for fault in self._spec.faults:
+            if fault.place == "before-commit" and fault.step == self._begun:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault.place == "commit" and fault.step <= self._begun < fault.step + fault.engines:
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorname = "SQLITE_FULL"
+                raise error
+
+    def after(self) -> None:
+        """A commit is done; nobody has been told."""
+        self._done += 1
+        if any(fault.place == "after-commit" and fault.step == self._done for fault in self._spec.faults):
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -43,6 +43,7 @@ REJECTIONS = (
     "auth",
     "body_too_large",
     "shutdown",
+    "journal",
 )
 PHASES = ("queued", "prefill", "decode")
 RESTARTS = ("crash", "stall", "rotation")
@@ -53,6 +54,7 @@ INTER_TOKEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 
 DURATION = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 # Finer where an engine's start, and with it the gap, usually lies.
 RESUME_GAP = (0.1, 0.25, 0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 60, 90, 120, 300, 600)
+COMMIT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 BUILD_INFO = Family("marathon_build_info", "Versions that run.", "gauge", ("version", "mlx", "mlx_lm"))
@@ -80,6 +82,7 @@ class Metrics:
         self._add_times()
         self._add_tokens()
         self._add_resumes()
+        self._add_journal()
         self._counted = tuple(value for value in vars(self).values() if isinstance(value, Counter | Histogram))
 
         ProcessCollector(registry=registry)
@@ -171,6 +174,18 @@ class Metrics:
         )
         self._recomputed = Counter(
             "marathon_recomputed_tokens_total", "Tokens whose prefill was repeated to continue.", reason=RESUMES
+        )
+
+    def _add_journal(self) -> None:
+        """Add what is counted of stored answers."""
+        self._commits = Histogram(
+            "marathon_journal_commit_seconds", "Transactions of the journal: how long each took.", COMMIT
+        )
+        self._journal_failures = Counter(
+            "marathon_journal_failures_total", "Changes that the journal couldn't write at once."
+        )
+        self._unsaved = Counter(
+            "marathon_journal_unsaved_tokens_total", "Tokens of stored answers that were sent before they were saved."
         )
 
     # ---------------------------------------------------------------- a scrape
@@ -290,6 +305,18 @@ class Metrics:
     def action(self, name: str) -> None:
         """An automatic act of the server's own; the engine's come with its snapshot."""
         self._engine.acted(name)
+
+    # ---------------------------------------------------------------- the journal
+    def journal_committed(self, seconds: float) -> None:
+        """One transaction."""
+        self._commits.observe(seconds)
+
+    def journal_failed(self) -> None:
+        self._journal_failures.add(1)
+
+    def journal_unsaved(self, tokens: int) -> None:
+        """Tokens that go to their readers although they couldn't be written."""
+        self._unsaved.add(tokens)
 
 
 def _installed(distribution: str) -> str:

@@ -105,6 +105,16 @@ class EngineSettings(BaseModel):
     faults: str = Field("", description="DANGEROUS, for tests: what to break, e.g. kill@decode:100")
 
 
+class JournalSettings(BaseModel):
+    """Answers that are kept on disk."""
+
+    journal: Path | Literal["off"] | None = Field(
+        None, description="file that keeps stored answers, or off; default: journal.db in the user's data folder"
+    )
+    journal_days: float = Field(30, gt=0, le=36500, description="finished answers are kept for so many days")
+    journal_bytes: int = Field(2**30, ge=2**20, description="bytes of them that are kept; the oldest go first")
+
+
 class Logs(BaseModel):
     """What is written where."""
 
@@ -113,10 +123,10 @@ class Logs(BaseModel):
     access_log: bool = Field(True, description="one line a request")
 
 
-SIZES = ("max_body_bytes", "max_schema_bytes", "memory_limit", "pool_limit", "prefix_cache")
+SIZES = ("max_body_bytes", "max_schema_bytes", "memory_limit", "pool_limit", "prefix_cache", "journal_bytes")
 
 
-class Settings(Serving, Limits, EngineSettings, Logs):
+class Settings(Serving, Limits, EngineSettings, JournalSettings, Logs):
     """All settings. Construct with `load`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -228,5 +238,5 @@ def from_json(text: str) -> Settings:
     return Settings.model_construct(**BaseModelView.model_validate_json(text).model_dump())
 
 
-class BaseModelView(Serving, Limits, EngineSettings, Logs):
+class BaseModelView(Serving, Limits, EngineSettings, JournalSettings, Logs):
     """The same fields without sources, for the engine's copy."""

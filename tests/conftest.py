@@ -41,6 +41,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, empty_home: Path) -> None
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(empty_home))
     monkeypatch.setenv("XDG_CACHE_HOME", str(empty_home / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(empty_home / "data"))
 
 
 @pytest.fixture(autouse=True)

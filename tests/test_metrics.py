@@ -53,7 +53,7 @@ CONTRACT: dict[str, tuple[str, dict[str, set[str] | None], list[float]]] = {
             "endpoint": OPEN,
             "reason": {
                 *("invalid", "unsupported", "context_length", "queue_full", "memory_guard"),
-                *("buffer_guard", "not_ready", "auth", "body_too_large", "shutdown"),
+                *("buffer_guard", "not_ready", "auth", "body_too_large", "shutdown", "journal"),
             },
         },
         [],
@@ -75,6 +75,9 @@ CONTRACT: dict[str, tuple[str, dict[str, set[str] | None], list[float]]] = {
     "marathon_cached_prompt_tokens_total": ("counter", {}, []),
     "marathon_request_prompt_tokens": ("histogram", {}, TOKENS),
     "marathon_request_generation_tokens": ("histogram", {}, TOKENS),
+    "marathon_journal_commit_seconds": ("histogram", {}, list(metrics.COMMIT)),
+    "marathon_journal_failures_total": ("counter", {}, []),
+    "marathon_journal_unsaved_tokens_total": ("counter", {}, []),
     "marathon_decode_tokens_per_second": ("gauge", {}, []),
     "marathon_kv_tokens": ("gauge", {"state": {"active", "cached"}}, []),
     "marathon_kv_capacity_tokens": ("gauge", {}, []),

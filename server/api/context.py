@@ -22,6 +22,7 @@ from server.api.input.large_requests import LARGE_BYTES, LargeRequests
 from server.errors import InvalidValue, ModelNotFound, NotReady, StartupError
 from server.grammar.checker import Checker
 from server.ipc.messages import Ready
+from server.journal.journal import Journal
 from server.metrics import Metrics
 from server.settings import Settings
 from server.status.feed import Feed
@@ -114,10 +115,12 @@ class AppContext(ServedModel):
     noted: set[str] = field(default_factory=set)  # unknown fields that the log has named
     large: LargeRequests = field(init=False)
     feed: Feed = field(init=False)
+    journal: Journal = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "large", LargeRequests(lambda: self.recipe, self.tokenizer))
         object.__setattr__(self, "feed", Feed(self.supervisor, self.metrics, self.name))
+        object.__setattr__(self, "journal", Journal(self.settings, self.metrics))
 
     @property
     def context(self) -> int:

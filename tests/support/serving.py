@@ -120,7 +120,7 @@ def named_events(text: str) -> list[dict[str, Any]]:
 
 
 def settings(**values: Any) -> Settings:
-    return load({"port": 0, "keepalive_seconds": 5, "drain_seconds": 2, **values})
+    return load({"port": 0, "keepalive_seconds": 5, "drain_seconds": 2, "journal": "off", **values})
 
 
 def build(fake: FakeEngine, tokens: Tokenizer, **values: Any) -> AppContext:

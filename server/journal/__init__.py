@@ -1,0 +1,1 @@
+"""Stored answers: what outlives the server process."""
