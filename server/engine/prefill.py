@@ -120,6 +120,7 @@ class Prefill:
         self._affordable = affordable
         # Apart, since a lone chunk of many tokens attends to more than many short ones.
         self._alone = ChunkTiming()
+        self._scored = ChunkTiming(CHUNKS[-1])  # every token's logits are made, and their best ones sought
         self._shared = ChunkTiming(CHUNKS[-1])
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
         self.readings: list[PromptReading] = []
@@ -239,7 +240,13 @@ class Prefill:
     # ------------------------------------------------------------ sizes
     def _expected(self, reading: PromptReading, size: int) -> float:
         """Seconds of a chunk of one sequence; 0 while nothing is known."""
-        return max(self._alone.seconds(size) or 0.0, (reading.token_seconds or 0.0) * size)
+        return max(self._timing(reading).seconds(size) or 0.0, (reading.token_seconds or 0.0) * size)
+
+    def _timing(self, reading: PromptReading) -> ChunkTiming:
+        """What chunks of one sequence alone have taken."""
+        if reading.row.sequence.prompt_logprobs:
+            return self._scored
+        return self._alone
 
     def _of_all(self, size: int) -> float:
         """The same of a pass of several."""
@@ -257,7 +264,7 @@ class Prefill:
         return max(fits, default=CHUNKS[-1])
 
     def _size(self, reading: PromptReading, left: float | None, turn: ChunkBudget) -> int:
-        limit = self._fits(left, lambda size: self._expected(reading, size), self._alone, _TRIAL)
+        limit = self._fits(left, lambda size: self._expected(reading, size), self._timing(reading), _TRIAL)
         if reading.row.sequence.prompt_logprobs:
             limit = min(limit, _SCORED_CHUNK)
         return self._cut(reading, max(CHUNKS[-1], min(limit, self._affordable(turn.room, reading.done))))
@@ -287,7 +294,7 @@ class Prefill:
         if len(chosen) > 1:
             self._shared.learn(total, seconds)
             return
-        self._alone.learn(total, seconds)
+        self._timing(chosen[0][0]).learn(total, seconds)
         if total >= CHUNKS[-1]:
             chosen[0][0].token_seconds = seconds / total
 

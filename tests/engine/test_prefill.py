@@ -256,6 +256,32 @@ def test_the_budget_holds_as_a_long_prompt_gets_slower(clock):
     assert sum(seconds > 0.1 * 1.25 for seconds in spent) <= trials(bench)
 
 
+class Scoring(Bench):
+    """A model of which a scored token takes twenty times as long as another."""
+
+    def __call__(self, inputs, cache=None):
+        super().__call__(inputs, cache)
+        if cache[0] < 100:
+            return mx.zeros((1, 1, 1))
+        self.clock.now += inputs.shape[1] * MS
+        return mx.zeros((1, inputs.shape[1], 7))
+
+
+def test_the_budget_holds_for_scored_prompts_after_and_before_others(clock):
+    bench = Scoring(clock, lambda tokens, position: tokens * MS / 20)
+    spent = {}
+    for seq, scored in ((0, False), (100, True), (1, False), (101, True)):
+        bench.insert(seq, 3000, prompt_logprobs=scored, logprobs=1)
+        while True:
+            before = clock.now
+            done = bench.run(0.1)
+            spent.setdefault(seq, []).append(clock.now - before)
+            if done:
+                break
+    assert max(map(max, spent.values())) <= 0.1 * 2
+    assert len(spent[1]) <= 4, "what scores cost says nothing of a prompt without"
+
+
 def test_without_running_rows_there_is_no_budget_and_a_prompt_is_read_in_the_largest_chunks(bench):
     bench.insert(0, 8193)
     assert bench.run(budget=None) == [0]
