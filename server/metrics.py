@@ -47,7 +47,7 @@ REJECTIONS = (
 )
 PHASES = ("queued", "prefill", "decode")
 RESTARTS = ("crash", "stall", "rotation")
-RESUMES = (*RESTARTS, "preemption")
+RESUMES = (*RESTARTS, "preemption", "restart")
 
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 INTER_TOKEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)

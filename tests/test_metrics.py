@@ -34,7 +34,7 @@ INTER_TOKEN = [0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 
 DURATION = [0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800]
 RESUME_GAP = [float(bound) for bound in metrics.RESUME_GAP]
 TOKENS = [1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144]
-REASONS = {"crash", "stall", "rotation", "preemption"}
+REASONS = {"crash", "stall", "rotation", "preemption", "restart"}
 OPEN = None  # a label whose values are not listed here
 
 # name → type, {label: closed set of values}, buckets
@@ -117,7 +117,7 @@ CONTRACT: dict[str, tuple[str, dict[str, set[str] | None], list[float]]] = {
     ),
     "marathon_pressure": ("gauge", {"state": {"calm", "reclaim", "hold", "rotate"}}, []),
     "marathon_engine_up": ("gauge", {}, []),
-    "marathon_engine_restarts_total": ("counter", {"reason": REASONS - {"preemption"}}, []),
+    "marathon_engine_restarts_total": ("counter", {"reason": REASONS - {"preemption", "restart"}}, []),
     "marathon_engine_last_step_timestamp_seconds": ("gauge", {}, []),
     "marathon_recomputed_tokens_total": ("counter", {"reason": REASONS}, []),
     "marathon_resumed_generations_total": ("counter", {"reason": REASONS}, []),

@@ -29,7 +29,10 @@ DEATH_WINDOW_SECONDS = 600.0
 FIRST_TOKEN_TICKS = 60  # over which the time to the first token is averaged
 PLANNED = "rotation"
 ENDINGS = {"crash": "died", "stall": "was stuck and was replaced", "rotation": "was replaced as planned"}
-RESUME_WORDS = {"preemption": "went on once there was memory again"}
+RESUME_WORDS = {
+    "preemption": "went on once there was memory again",
+    "restart": "went on after a restart of the server",
+}
 
 _encode = msgspec.json.Encoder().encode
 

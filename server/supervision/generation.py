@@ -5,14 +5,16 @@ Event-loop thread only. Never talks to an engine: whatever needs one is asked of
 supervisor.
 
 A generation is its sequence and every id delivered so far; that is all it takes to continue it elsewhere. Ids are
-stored once: a reader that falls behind costs a larger slice, never a queue.
+kept once: a reader that falls behind costs a larger slice, never a queue. Where they go to a `TokenLog`, too, its
+reader gets them only after that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -21,7 +23,7 @@ from server.ipc.sequence import Finish, TokenLogprobs, TokenSequence
 from server.ipc.snapshot import PromptProgress
 from server.supervision.probation import DeathRecord
 
-Cause = Literal["crash", "stall", "rotation", "preemption"]
+Cause = Literal["crash", "stall", "rotation", "preemption", "restart"]
 Phase = Literal["queued", "prefill", "decode"]
 
 
@@ -34,6 +36,23 @@ class GenerationDelta:
     finish: Finish | None = None  # exactly once a choice
     cached: int | None = None  # prompt tokens from the prefix cache, with the first Delta
     prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class TokenLog(Protocol):
+    """Where the ids of a request are saved before anybody reads them."""
+
+    def append(
+        self,
+        index: int,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs],
+        finish: Finish | None,
+        cached: int | None,
+        then: Callable[[], None],
+    ) -> None:
+        """News of a choice. Calls `then` on the event loop, in order: once they are saved, or once it is sure that they
+        can't be."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +83,12 @@ class Generation:
     cached: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     started: bool = False  # by some engine: `cached` is known
+    # of one whose ids are saved
+    log: TokenLog | None = None
+    logged: int = 0  # ids that the log was given
+    saved: int = 0  # ids that may be read
+    saving: int = 0  # entries of which the log hasn't said that they may be
+    silenced: bool = False  # cancelled by its reader
 
     @property
     def length(self) -> int:
@@ -80,16 +105,67 @@ class Generation:
 
     def news(self) -> GenerationDelta | None:
         """What the reader hasn't had yet; None if it has had all."""
-        tokens = self.generated[self.read :]
+        end = len(self.generated)
+        if self.log is not None:
+            end = self.saved
+        tokens = self.generated[self.read : end]
         if not tokens and self.finish is None:
             return None
-        delta = GenerationDelta(tokens, self.logprobs, self.finish, self.cached, self.prompt_logprobs)
+        logprobs = self.logprobs[: len(tokens)]
+        delta = GenerationDelta(tokens, logprobs, self.finish, self.cached, self.prompt_logprobs)
         self.read += len(tokens)
-        self.logprobs = []
+        self.logprobs = self.logprobs[len(tokens) :]
         self.finish = None
         self.cached = None
         self.prompt_logprobs = None
         return delta
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing will come of it any more and nothing is left to read."""
+        return self.ended and self.finish is None and (self.silenced or not self.saving)
+
+    def silence(self) -> None:
+        """Its reader wants no more of it."""
+        self.silenced = True
+        self.read = len(self.generated)
+        self.finish = None
+
+    def go_on(self, generated: Sequence[int], now: float) -> None:
+        """It has these ids from an earlier life of the server; they were saved and read then."""
+        self.generated = list(generated)
+        self.read = self.logged = self.saved = self.past.mark = len(self.generated)
+        self.cause = "restart"
+        self.lost = now
+        if self.generated:
+            self.started = True
+            self.first = self.last = now
+
+    # ---------------------------------------------------------------- saved before it is read
+    def save(self) -> None:
+        """Gives the log what it hasn't had."""
+        assert self.log is not None
+        start = self.logged
+        cached = None
+        if not start:
+            cached = self.cached
+        self.logged = len(self.generated)
+        self.saving += 1
+        self.log.append(
+            self.index,
+            self.generated[start:],
+            self.logprobs[start - self.read :],
+            self.reason,
+            cached,
+            partial(self._may_be_read, self.logged, self.reason),
+        )
+
+    def _may_be_read(self, end: int, finish: Finish | None) -> None:
+        self.saving -= 1
+        self.saved = end
+        if not self.silenced:
+            self.finish = finish
+        self.live.wake()
 
 
 class GenerationOwner(Protocol):
@@ -113,16 +189,27 @@ class GenerationHandle:
         sequences: as given to open.
         arrived: by the supervisor's clock.
         outcome: label of `marathon_requests_total`; set it to say more than the supervisor can see (tool_calls).
+        background: goes on at the next start of the server, so that a drain doesn't wait for it.
     """
 
     def __init__(
-        self, keeper: GenerationOwner, sequences: Sequence[TokenSequence], endpoint: str, seqs: Sequence[int]
+        self,
+        keeper: GenerationOwner,
+        sequences: Sequence[TokenSequence],
+        endpoint: str,
+        seqs: Sequence[int],
+        *,
+        log: TokenLog | None = None,
+        background: bool = False,
     ) -> None:
         self.sequences = list(sequences)
         self.endpoint = endpoint
         self.arrived = keeper.clock()
         self.outcome: str | None = None
-        self.generations = [Generation(seq, i, s, self) for i, (seq, s) in enumerate(zip(seqs, sequences, strict=True))]
+        self.background = background
+        self.generations = [
+            Generation(seq, i, s, self, log=log) for i, (seq, s) in enumerate(zip(seqs, sequences, strict=True))
+        ]
         self.error: RequestError | None = None
         self.first = 0.0  # first token of any choice
         self.expiry: asyncio.TimerHandle | None = None
@@ -160,14 +247,13 @@ class GenerationHandle:
     @property
     def done(self) -> bool:
         """Nothing will come any more and nothing is left to read."""
-        return self.error is None and all(g.ended and g.finish is None for g in self.generations)
+        return self.error is None and all(generation.is_over for generation in self.generations)
 
     def cancel(self, index: int) -> None:
         """Stops one choice; no further Delta for it. Idempotent."""
         generation = self.generations[index]
         self._keeper.release(generation)
-        generation.read = len(generation.generated)
-        generation.finish = None
+        generation.silence()
 
     async def read(self, timeout: float) -> list[tuple[int, GenerationDelta]]:
         """News of the choices, as (index, Delta); [] after `timeout` seconds of silence.
@@ -183,9 +269,14 @@ class GenerationHandle:
 
     def _news(self) -> list[tuple[int, GenerationDelta]]:
         news = [(g.index, delta) for g in self.generations if (delta := g.news()) is not None]
-        if not news and self.error is not None:
+        if not news and self.error is not None and not self._is_saving:
             raise self.error
         return news
+
+    @property
+    def _is_saving(self) -> bool:
+        """Some of its ids aren't saved yet; their reader gets them before an error."""
+        return any(generation.saving and not generation.silenced for generation in self.generations)
 
     # ---------------------------------------------------------------- waiting
     async def _wait(self, timeout: float) -> None:
@@ -225,4 +316,5 @@ class GenerationHandle:
         """The request can't go on; the reader is told once it has read what came before."""
         if self.error is None:
             self.error = error
-            self.wake()
+            if not self._is_saving:
+                self.wake()

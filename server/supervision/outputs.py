@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from server.ipc import framing, messages
+from server.ipc.sequence import Finish
 from server.supervision.generation import Generation
 
 
@@ -41,6 +42,7 @@ class OutputRouter:
     def __init__(self, counts: OutputCounts, clock: Callable[[], float]) -> None:
         self._counts = counts
         self._clock = clock
+        self._to_save: dict[int, Generation] = {}  # of this message
 
     def deliver(self, step: messages.Steps, running: dict[int, Generation]) -> None:
         """Notes what `step` says of the rows that `running` still holds, and lets their readers look."""
@@ -68,8 +70,26 @@ class OutputRouter:
             else:
                 self._first_token(generation, now)
             generation.last = now
-            generation.live.wake()
+            if generation.log is None:
+                generation.live.wake()
+            else:
+                self._to_save[seq] = generation
         self._count(gaps, delivered, now)
+
+    def finish(self, generation: Generation, reason: Finish) -> None:
+        """A generation has come to its end, after its last token."""
+        generation.reason = reason
+        if generation.log is None:
+            generation.finish = reason
+            generation.live.wake()
+        else:
+            self._to_save[generation.seq] = generation
+
+    def save(self) -> None:
+        """What the message said of generations that are stored goes to their logs, ends together with last tokens."""
+        for generation in self._to_save.values():
+            generation.save()
+        self._to_save.clear()
 
     def _count(self, gaps: dict[float, int], tokens: int, now: float) -> None:
         for last, count in gaps.items():

@@ -24,7 +24,7 @@ from server.ipc.snapshot import PromptProgress, Snapshot
 from server.supervision import probation
 from server.supervision.admission import Capacity, Outlook, Room
 from server.supervision.engine_process import EngineConnection
-from server.supervision.generation import Cause, Generation, GenerationHandle
+from server.supervision.generation import Cause, Generation, GenerationHandle, TokenLog
 from server.supervision.outputs import OutputCounts, OutputRouter
 from server.supervision.timeouts import DrainRate
 
@@ -81,15 +81,25 @@ class Scheduler:
             yield from (generation for generation in live.generations if not generation.ended)
 
     # ---------------------------------------------------------------- in and out
-    def enter(self, sequences: Sequence[TokenSequence], endpoint: str, deadline: float | None) -> GenerationHandle:
-        """A new request; starts at once if there is room. Raises QueueFull when there is none to wait either."""
-        waiting = sum(g.cause is None for g in self._queue)
-        if waiting + len(sequences) - self._startable(sequences) > self.queue_limit:
-            raise QueueFull(
-                f"The queue is full: {waiting} waiting, and no more than {self.queue_limit} may.",
-                retry_after=self.retry_after(),
-            )
-        live = GenerationHandle(self, sequences, endpoint, [next(self._seqs) for _ in sequences])
+    def enter(
+        self,
+        sequences: Sequence[TokenSequence],
+        endpoint: str,
+        deadline: float | None,
+        *,
+        log: TokenLog | None = None,
+        generated: Sequence[Sequence[int]] | None = None,
+        background: bool = False,
+    ) -> GenerationHandle:
+        """A new request, or one of an earlier life of the server with the ids that it has; starts at once if there is
+        room. Raises QueueFull when there is none for a new one to wait either."""
+        if generated is None:
+            self._check_queue(sequences)
+        seqs = [next(self._seqs) for _ in sequences]
+        live = GenerationHandle(self, sequences, endpoint, seqs, log=log, background=background)
+        if generated is not None:
+            for generation, ids in zip(live.generations, generated, strict=True):
+                generation.go_on(ids, live.arrived)
         if deadline is not None:
             delay = max(0.0, deadline - self.clock())
             live.expiry = asyncio.get_running_loop().call_later(delay, self._expire, live)
@@ -97,6 +107,14 @@ class Scheduler:
         self._queue.extend(live.generations)
         self.pump()
         return live
+
+    def _check_queue(self, sequences: Sequence[TokenSequence]) -> None:
+        waiting = sum(g.cause is None for g in self._queue)
+        if waiting + len(sequences) - self._startable(sequences) > self.queue_limit:
+            raise QueueFull(
+                f"The queue is full: {waiting} waiting, and no more than {self.queue_limit} may.",
+                retry_after=self.retry_after(),
+            )
 
     def _startable(self, sequences: Sequence[TokenSequence]) -> int:
         """How many of them wouldn't have to wait."""
@@ -129,8 +147,9 @@ class Scheduler:
         self._fail_where(lambda live: True, error)
 
     def fail_unbegun(self, error: RequestError) -> None:
-        """Requests that no engine has been given yet end with this error: they lose nothing and can ask elsewhere."""
-        self._fail_where(lambda live: not any(g.submitted for g in live.generations), error)
+        """Requests that no engine has been given yet end with this error: they lose nothing and can ask elsewhere.
+        Those whose clients may have left wait on."""
+        self._fail_where(lambda live: not live.background and not any(g.submitted for g in live.generations), error)
 
     def fail_lost(self, before: float, error: RequestError) -> None:
         """Requests of which a part has been waiting to be continued since `before` end with this error."""
@@ -262,7 +281,7 @@ class Scheduler:
         if not self._queue or self._tried is not None:
             return None
         head = self._queue[0]
-        if head.cause is None:
+        if head.cause in (None, "restart"):
             if room.admits_new(self._planned(head), head.length):
                 return self._queue.popleft()
             return None
@@ -312,6 +331,7 @@ class Scheduler:
         self._router.deliver(step, self.running)
         for end in step.ends:
             self._finish(end)
+        self._router.save()
         if self._tried is not None or self._returning:
             self._advance()
 
@@ -319,10 +339,9 @@ class Scheduler:
         generation = self.running.pop(end.seq, None)
         if generation is None:
             return
-        generation.finish = generation.reason = end.finish
+        self._router.finish(generation, end.finish)
         self._end(generation)
         self._outlook.finished(len(generation.generated))
-        generation.live.wake()
         self.pump()
 
     def _advance(self) -> None:

@@ -19,13 +19,13 @@ from server.settings import Settings
 from server.supervision import engine_process
 from server.supervision.admission import Capacity
 from server.supervision.engine_lifecycle import EngineLifecycle
-from server.supervision.generation import Generation, GenerationHandle
+from server.supervision.generation import Generation, GenerationHandle, TokenLog
 from server.supervision.outputs import OutputCounts
 from server.supervision.scheduler import Scheduler
 from server.supervision.timeouts import Backoff
 from server.telemetry.engine_status import EngineStatus
 
-__all__ = ["GenerationHandle", "OutputCounts", "Supervisor"]
+__all__ = ["GenerationHandle", "OutputCounts", "Supervisor", "TokenLog"]
 
 
 class Supervisor:
@@ -71,9 +71,22 @@ class Supervisor:
 
     # ---------------------------------------------------------------- requests
     def open(
-        self, sequences: Sequence[TokenSequence], *, endpoint: str, deadline: float | None = None
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        endpoint: str,
+        deadline: float | None = None,
+        log: TokenLog | None = None,
+        generated: Sequence[Sequence[int]] | None = None,
+        background: bool = False,
     ) -> GenerationHandle:
-        """A new request; enter the result at once. `deadline` is a time of `clock`.
+        """A new request; enter the result at once.
+
+        Args:
+            deadline: a time of `clock`.
+            log: saves the ids; they are read only afterwards.
+            generated: ids of each sequence from an earlier life of the server: it goes on after them.
+            background: a drain doesn't wait for it, as it goes on at the next start.
 
         Raises before any work: Draining, NotReady, ContextLengthError, ExceedsMemory, FatalPrompt, QueueFull.
         """
@@ -87,7 +100,7 @@ class Supervisor:
             self._engines.convictions.check(sequence.prompt)
         if deadline is None and (seconds := self._settings.request_timeout_seconds) is not None:
             deadline = self.clock() + seconds
-        return self._scheduler.enter(sequences, endpoint, deadline)
+        return self._scheduler.enter(sequences, endpoint, deadline, log=log, generated=generated, background=background)
 
     def _draining(self) -> Draining:
         return Draining("The server is shutting down.", retry_after=max(1, math.ceil(self._settings.drain_seconds)))
@@ -118,12 +131,13 @@ class Supervisor:
 
     async def stop(self, deadline: float) -> None:
         """Nothing new from now on; what was taken goes on until `deadline` (a time of `clock`), what is left then ends
-        with an error. On return nothing is left of any engine. A second call may bring the deadline forward.
+        with an error. What goes on at the next start isn't waited for. On return nothing is left of any engine. A
+        second call may bring the deadline forward.
         """
         self.draining = True
         self._engines.decided.set()  # whoever waits for a first engine waits no longer
         self._stop_at = min(self._stop_at, deadline)
-        while self._scheduler.lives and self.clock() < self._stop_at:
+        while any(not live.background for live in self._scheduler.lives) and self.clock() < self._stop_at:
             await asyncio.sleep(0.02)
         self._scheduler.hold()
         self._scheduler.fail_all(self._draining())

@@ -1,7 +1,7 @@
 """One record a request: its id, its line in the access log, its counters, and how it is refused.
 
 Owns the outermost ASGI middleware. Runs on the event loop. Never looks into a body: what the log should say about a
-generation is put into `Record.facts` by the route that knows it.
+generation is put into `CallRecord.facts` by the route that knows it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AccessCounts(Protocol):
 
 
 @dataclass(slots=True)
-class Record:
+class CallRecord:
     """What is known about one request. Owned by the middleware; routes add facts."""
 
     request_id: str
@@ -55,8 +55,8 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def record_of(scope: Scope) -> Record:
-    return cast(Record, scope[KEY])
+def record_of(scope: Scope) -> CallRecord:
+    return cast(CallRecord, scope[KEY])
 
 
 def refusal(scope: Scope, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
@@ -114,7 +114,7 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        record = scope[KEY] = Record(request_id(Headers(scope=scope)), self._clock())
+        record = scope[KEY] = CallRecord(request_id(Headers(scope=scope)), self._clock())
 
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -145,7 +145,7 @@ class Access:
         finally:
             self._finish(scope, record)
 
-    def _finish(self, scope: Scope, record: Record) -> None:
+    def _finish(self, scope: Scope, record: CallRecord) -> None:
         method = scope["method"]
         self._counts.http_request(getattr(scope.get("route"), "path", None), method, record.status)
         if record.error is not None and record.status >= 400:
@@ -159,7 +159,7 @@ class Access:
                 level, "%s %s %s", method, scope["path"], record.status, extra={"facts": self._facts(record)}
             )
 
-    def _facts(self, record: Record) -> dict[str, Any]:
+    def _facts(self, record: CallRecord) -> dict[str, Any]:
         facts: dict[str, Any] = {"seconds": round(self._clock() - record.started, 4), "id": record.request_id}
         if record.error is not None:
             facts |= {"error": record.error.code, "param": record.error.param}
