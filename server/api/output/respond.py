@@ -19,7 +19,7 @@ from server.api.context import AppContext, ServedModel
 from server.api.input import body
 from server.api.input.schema import GenerationRequest, StreamOptions
 from server.api.input.sequences import Bounds
-from server.api.middleware.access import Record, record_of
+from server.api.middleware.access import CallRecord, record_of
 from server.api.output.choices import Choice, Reply
 from server.api.output.sse import KEEPALIVE, PREFILL, EventStream, encode
 from server.errors import InternalError, RequestError
@@ -111,7 +111,7 @@ async def respond(served: AppContext, http: Request, endpoint: str, prepared: Pr
     return Response(status_code=CLIENT_LEFT)
 
 
-async def collect(reply: Reply, record: Record, prepared: PreparedRequest) -> None:
+async def collect(reply: Reply, record: CallRecord, prepared: PreparedRequest) -> None:
     async with reply.live:
         try:
             await reply.collect(prepared.form.keep)
@@ -119,7 +119,7 @@ async def collect(reply: Reply, record: Record, prepared: PreparedRequest) -> No
             record.facts |= outcome(reply, prepared)
 
 
-async def stream(reply: Reply, prepared: PreparedRequest, record: Record) -> AsyncGenerator[bytes, None]:
+async def stream(reply: Reply, prepared: PreparedRequest, record: CallRecord) -> AsyncGenerator[bytes, None]:
     """Events as they form, and a sign of life where nothing was shown for too long. After a failure the stream ends as
     the form says it."""
     form = prepared.form
