@@ -94,6 +94,17 @@ class EngineSettings(BaseModel):
         ge=0,
         description="bytes of earlier prompts' KV kept (64 prompts and half of what weights leave at most); 0: off",
     )
+    kv_disk: int = Field(
+        0,
+        ge=0,
+        description="bytes of rows' KV kept on disk, for resumes, restarts and later prompts; 0: none is written",
+    )
+    kv_disk_folder: Path | None = Field(
+        None, description="folder for that KV; default: `kv` where Marathon keeps things"
+    )
+    kv_disk_hourly: int = Field(
+        32 * 2**30, ge=0, description="most bytes of KV written in an hour, which spares the disk"
+    )
     long_group_interval: int = Field(4, ge=1, le=4, description="long groups step at least each k-th iteration")
     stall_seconds: float = Field(60, gt=0, description="no progress for so long: the engine is replaced")
     start_seconds: float = Field(300, gt=0, description="longest that an engine may take to start")
@@ -123,7 +134,16 @@ class Logs(BaseModel):
     access_log: bool = Field(True, description="one line a request")
 
 
-SIZES = ("max_body_bytes", "max_schema_bytes", "memory_limit", "pool_limit", "prefix_cache", "journal_bytes")
+SIZES = (
+    "max_body_bytes",
+    "max_schema_bytes",
+    "memory_limit",
+    "pool_limit",
+    "prefix_cache",
+    "journal_bytes",
+    "kv_disk",
+    "kv_disk_hourly",
+)
 
 
 class Settings(Serving, Limits, EngineSettings, JournalSettings, Logs):

@@ -1,8 +1,8 @@
 """The folder in which Marathon keeps what it has made.
 
 Owns where that is, so that there is one place to look, to move (`--cache-dir`) and to remove: the starter model, what
-models showed when they were tried out, and the built live-buffer counter lie in it. Runs in every process. Creates
-nothing.
+models showed when they were tried out, rows' KV, and the built live-buffer counter lie in it. Runs in every process. It
+creates nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 TRIALS = "trials"  # what models showed when they were tried out
 COUNTERS = "native"  # built live-buffer counters
+KEPT_KV = "kv"  # rows' KV, unless another folder is set for it
 
 
 def cache_folder(configured: Path | None = None) -> Path:

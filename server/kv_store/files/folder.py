@@ -1,0 +1,196 @@
+"""The folder of kept caches: where files lie, whose it is at the moment, how much it holds, and how it is cleared.
+
+Owns the names of files and the lock. Runs in every process: the engine writes and reads, `marathon cache` shows and
+clears. Only the holder of the lock writes, and the system frees it with its process.
+
+    FOLDER/lock
+    FOLDER/<root>/model.json       which model, in words
+    FOLDER/<root>/<name>.kv        pieces and states, as `record` has them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.kv_store.files.record import Kind
+
+SUFFIX = ".kv"
+LOCK = "lock"
+ABOUT = "model.json"
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a file's name says, so that nothing has to be opened to find one.
+
+    Attributes:
+        origin: the key at `start`; of a state its own.
+        parts: a bit for each cache of the model that is in it.
+    """
+
+    kind: Kind
+    start: int
+    end: int
+    origin: bytes
+    key: bytes
+    parts: int
+
+    def __str__(self) -> str:
+        fields = (self.kind, str(self.start), str(self.end), self.origin.hex(), self.key.hex(), f"{self.parts:x}")
+        return ".".join(fields) + SUFFIX
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """Read a name; None if it isn't one."""
+        try:
+            kind, start, end, origin, key, parts = text.removesuffix(SUFFIX).split(".")
+            name = cls(_kind(kind), int(start), int(end), bytes.fromhex(origin), bytes.fromhex(key), int(parts, 16))
+        except ValueError:
+            return None
+        if str(name) != text or not 0 <= name.start <= name.end:
+            return None
+        return name
+
+
+def _kind(text: str) -> Kind:
+    if text == "piece":
+        return "piece"
+    if text == "state":
+        return "state"
+    raise ValueError(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file that lies in the folder."""
+
+    path: Path
+    name: Name
+    size: int
+    used: float  # seconds since the epoch
+
+
+def files(folder: Path) -> Iterator[Found]:
+    """Every file of every model; what isn't one by its name, and what vanishes meanwhile, is left out."""
+    for model in _models(folder):
+        with contextlib.suppress(OSError), os.scandir(model) as entries:
+            for entry in entries:
+                name = Name.parse(entry.name)
+                if name is not None:
+                    yield from _found(entry, name)
+
+
+def _found(entry: os.DirEntry[str], name: Name) -> Iterator[Found]:
+    with contextlib.suppress(OSError):
+        stat = entry.stat(follow_symlinks=False)
+        yield Found(Path(entry.path), name, stat.st_size, stat.st_mtime)
+
+
+def _models(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return []
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder, for its owner alone. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+    folder.chmod(FOLDER_MODE)
+
+
+def note_model(folder: Path, model: str) -> None:
+    """Write down in words which model a folder of files belongs to. Raises OSError."""
+    prepare(folder)
+    about = folder / ABOUT
+    about.write_text(json.dumps({"model": model}) + "\n", encoding="utf-8")
+    about.chmod(FILE_MODE)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a writer that was killed left half written."""
+    for model in _models(folder):
+        for path in model.glob("*.part"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+class FolderLock:
+    """One process may write into a folder; the lock goes with the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._file: int | None = None
+
+    def take(self) -> bool:
+        """Take the lock if it is free; whether it is ours now. Raises OSError if there can be none."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return False
+        self._file = file
+        return True
+
+    def release(self) -> None:
+        """Let go of it; harmless if it isn't held."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+# ---------------------------------------------------------------- for people
+@dataclass(frozen=True, slots=True)
+class FolderUsage:
+    """What the folder holds of one model."""
+
+    model: str
+    files: int
+    size: int  # bytes
+    tokens: int  # that its pieces stand for, each prefix once
+    used: float  # when one was last used, in seconds since the epoch
+
+
+def usage(folder: Path) -> list[FolderUsage]:
+    """What lies in the folder, by model, the largest first."""
+    by_model: dict[Path, list[Found]] = {}
+    for found in files(folder):
+        by_model.setdefault(found.path.parent, []).append(found)
+    listed = [_usage(model, of_model) for model, of_model in by_model.items()]
+    return sorted(listed, key=lambda one: one.size, reverse=True)
+
+
+def _usage(model: Path, of_model: list[Found]) -> FolderUsage:
+    spans = {(found.name.key, found.name.start): found.name for found in of_model if found.name.kind == "piece"}
+    return FolderUsage(
+        _model_name(model),
+        len(of_model),
+        sum(found.size for found in of_model),
+        sum(name.end - name.start for name in spans.values()),
+        max(found.used for found in of_model),
+    )
+
+
+def _model_name(model: Path) -> str:
+    try:
+        return str(json.loads((model / ABOUT).read_text("utf-8"))["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return model.name
+
+
+def clear(folder: Path) -> int:
+    """Remove all that is kept; returns the bytes that it held. Safe while an engine uses the folder, which then reads
+    the prompts again. Raises OSError for what can't be removed."""
+    size = sum(found.size for found in files(folder))
+    for model in _models(folder):
+        shutil.rmtree(model)
+    return size

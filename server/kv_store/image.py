@@ -1,0 +1,106 @@
+"""What was read of a row's caches, in the host's memory: put together of files, ready to be given to MLX.
+
+Owns the assembly. Runs in the reader's threads, with numpy alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from server.kv_store.files.record import ITEM_BYTES, DamagedFile, Head, PartHead, Tensor
+from server.kv_store.layout import Layout, LeafLayout, PartLayout, Tree
+
+Bytes = np.ndarray[Any, Any]  # uint8
+
+
+@dataclass(frozen=True, slots=True)
+class PartImage:
+    """One cache: what is around its arrays, their forms, and the bytes [N] of each."""
+
+    tree: Tree
+    tensors: tuple[Tensor, ...]
+    data: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """All caches of a row that holds `length` tokens."""
+
+    length: int
+    parts: tuple[PartImage, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(data.nbytes for part in self.parts for data in part.data)
+
+
+class Assembly:
+    """Caches that are being put together. Files may come in any order and from several threads, each once."""
+
+    def __init__(self, layout: Layout, length: int, from_state: int) -> None:
+        """`from_state`: a bit for each cache that the state has; the others come from pieces."""
+        self._layout = layout
+        self._length = length
+        self._from_state = from_state
+        self._parts: list[PartImage | None] = [None] * len(layout.parts)
+        for place, part in enumerate(layout.parts):
+            if not from_state >> place & 1:
+                self._parts[place] = _empty(part, length)
+
+    def add(self, head: Head, data: list[memoryview]) -> None:
+        """Take a file. Raises DamagedFile if it isn't of this layout."""
+        rest = iter(data)
+        for part in head.parts:
+            own = [next(rest) for _ in part.tensors]
+            if head.kind == "state":
+                self._take(part, own)
+            elif not self._from_state >> part.part & 1:
+                self._insert(head, part, own)
+
+    def _take(self, part: PartHead, data: list[memoryview]) -> None:
+        if not 0 <= part.part < len(self._parts):
+            raise DamagedFile("layout", f"there is no cache {part.part}")
+        if self._from_state >> part.part & 1:
+            copies = tuple(np.frombuffer(view, np.uint8).copy() for view in data)
+            self._parts[part.part] = PartImage(part.tree, part.tensors, copies)
+
+    def _insert(self, head: Head, part: PartHead, data: list[memoryview]) -> None:
+        layout = self._layout.parts[part.part]
+        image = self._parts[part.part]
+        assert image is not None
+        if len(part.tensors) != len(layout.leaves):
+            raise DamagedFile("layout", f"cache {part.part} has {len(part.tensors)} arrays")
+        for leaf, tensor, view, whole in zip(layout.leaves, part.tensors, data, image.data, strict=True):
+            if tensor != _tensor(leaf, head.end - head.start):
+                raise DamagedFile("layout", f"an array of cache {part.part} has another form")
+            target = _shaped(whole, _tensor(leaf, self._length))
+            target[(slice(None),) * leaf.axis + (slice(head.start, head.end),)] = _shaped(view, tensor)
+
+    def finished(self) -> Image:
+        """The whole. Raises DamagedFile if a cache is missing."""
+        whole = [part for part in self._parts if part is not None]
+        if len(whole) < len(self._parts):
+            raise DamagedFile("layout", "a cache is missing")
+        return Image(self._length, tuple(whole))
+
+
+def _tensor(leaf: LeafLayout, positions: int) -> Tensor:
+    shape = list(leaf.shape)
+    shape[leaf.axis] = positions
+    return Tensor(leaf.dtype, tuple(shape))
+
+
+def _empty(part: PartLayout, length: int) -> PartImage:
+    if part.tree is None:
+        raise DamagedFile("layout", "a cache of constant size is in no state")
+    tensors = tuple(_tensor(leaf, length) for leaf in part.leaves)
+    return PartImage(part.tree, tensors, tuple(np.empty(tensor.nbytes, np.uint8) for tensor in tensors))
+
+
+def _shaped(data: Bytes | memoryview, tensor: Tensor) -> Bytes:
+    """The bytes as items of their width, in the array's shape; no copy."""
+    items: Bytes = np.frombuffer(data, np.dtype(f"u{ITEM_BYTES[tensor.dtype]}"))
+    return items.reshape(tensor.shape)

@@ -1,0 +1,233 @@
+"""The files of one folder: found, read, written and given up.
+
+Owns the index and all access to the folder. The engine's main thread looks up, the reader's threads read, the writer's
+thread writes; one lock keeps the index whole, and no file is opened while it is held. Whatever doesn't fit is dropped
+with one line in the log: it is then read by prefill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from server.kv_store.counts import Counts
+from server.kv_store.files import folder, record
+from server.kv_store.files.folder import FILE_MODE, Name
+from server.kv_store.files.index import Entry, Index, Route
+from server.kv_store.files.keys import BLOCK, KeyChain
+from server.kv_store.files.record import Buffer, DamagedFile, Head
+
+ROOM = 0.9  # share of the limit that is left in use once files had to go
+SPARE_SHARE = 0.02  # of the disk that is left to others, and at most so many bytes
+SPARE_BYTES = 1 << 30
+SLICE = 1 << 18  # bytes written at a time to a disk that is slow on purpose
+
+log = logging.getLogger("marathon.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The disk as a fault makes it: so many bytes a second, or full."""
+
+    bytes_per_second: float | None = None
+    is_full: bool = False
+
+
+class Store:
+    """The kept caches of one model, in a folder that is shared with those of others. The folder's lock must be held."""
+
+    def __init__(
+        self,
+        home: Path,
+        root: bytes,
+        everything: int,
+        limit: int,
+        disk: Disk | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`limit`: bytes that all files in the folder `home` may take; `everything`: a bit for each of the model's
+        caches. Raises OSError if the folder can't be used."""
+        self.counts = Counts()
+        self.root = root
+        self._home = home
+        self._folder = home / root.hex()
+        self._limit = limit
+        self._disk = disk or Disk()
+        self._now = now
+        self._lock = Lock()
+        self._index = Index(root, everything)
+        folder.prepare(self._folder)
+        folder.sweep(home)
+        for found in folder.files(home):
+            entry = Entry(found.path, found.name, found.size, found.used)
+            self._index.add(entry, is_own=found.path.parent == self._folder)
+
+    # ------------------------------------------------------------ look up
+    def find(self, chain: KeyChain, limit: int) -> Route | None:
+        """The longest prefix of at most `limit` ids that can be read; None if there is none."""
+        with self._lock:
+            return self._index.find(chain, limit)
+
+    def reach(self, chain: KeyChain, limit: int, parts: int) -> int:
+        """How far pieces with these caches reach, those about to be written included."""
+        with self._lock:
+            return self._index.reach(chain, limit, parts)
+
+    def has_end(self, key: bytes, parts: int) -> bool:
+        """Whether a piece with these caches ends there, written or about to be."""
+        with self._lock:
+            return self._index.has_end(key, parts)
+
+    def has_state(self, key: bytes) -> bool:
+        with self._lock:
+            return self._index.has_state(key)
+
+    @property
+    def size(self) -> int:
+        """Bytes that all files of the folder take."""
+        return self._index.size
+
+    @property
+    def files(self) -> int:
+        return len(self._index.entries)
+
+    # ------------------------------------------------------------ read
+    def touch(self, route: Route) -> None:
+        """Note that these files were used, also for the next process that looks."""
+        now = self._now()
+        with self._lock:
+            self._index.touch(route.entries, now)
+        for entry in route.entries:
+            with contextlib.suppress(OSError):
+                os.utime(entry.path, (now, now))
+
+    def read(self, entry: Entry, tokens: list[int]) -> tuple[Head, list[memoryview]]:
+        """Read a file that is to stand for a prefix of `tokens`; returns its head and each array's bytes. Raises
+        DamagedFile if it can't be used."""
+        began = time.perf_counter()
+        try:
+            raw = entry.path.read_bytes()
+        except FileNotFoundError:
+            raise DamagedFile("missing") from None
+        except OSError as error:
+            raise DamagedFile("unreadable", error.strerror or str(error)) from None
+        head, data = record.unpack(raw)
+        self._compare(head, entry.name, tokens)
+        self._wait(len(raw))
+        self.counts.read_bytes += len(raw)
+        self.counts.read_seconds += time.perf_counter() - began
+        return head, data
+
+    def _compare(self, head: Head, name: Name, tokens: list[int]) -> None:
+        """A file that was renamed or copied is whole, and yet not what is looked for."""
+        told = (head.root, head.kind, head.start, head.end, head.key, sum(1 << part.part for part in head.parts))
+        if told != (self.root, name.kind, name.start, name.end, name.key, name.parts):
+            raise DamagedFile("other_tokens", "its head says something else than its name")
+        if list(head.ids) != tokens[head.end - len(head.ids) : head.end]:
+            raise DamagedFile("other_tokens", "its ids are others")
+
+    def discard(self, entry: Entry, damage: DamagedFile) -> None:
+        """Give up a file that can't be used."""
+        self.counts.drop(damage.reason)
+        log.warning("kept KV is read by prefill instead, %s is dropped: %s", entry.path.name, damage)
+        self._remove([entry])
+
+    # ------------------------------------------------------------ write
+    def expect(self, name: Name, size: int) -> Entry | None:
+        """Enter a file that is about to be written; None if there is one already."""
+        path = self._folder / str(name)
+        with self._lock:
+            if path in self._index.entries:
+                return None
+            entry = Entry(path, name, size, self._now(), is_written=False)
+            self._index.add(entry)
+            return entry
+
+    def forget(self, entry: Entry) -> None:
+        """A file that was about to be written won't be."""
+        with self._lock:
+            self._index.drop(entry.path)
+
+    def write(self, entry: Entry, head: Head, data: Sequence[Buffer]) -> None:
+        """Write a file that was entered, beside its place and then into it, and make room for it. Raises OSError.
+
+        It isn't forced out to the disk: it outlives this process, and after a power failure the checksum tells.
+        """
+        began = time.perf_counter()
+        buffers = record.pack(head, data)
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        self._make_room(size - entry.size)
+        beside = entry.path.with_suffix(".part")
+        try:
+            self._write_out(beside, buffers)
+            os.replace(beside, entry.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._index.resize(entry, size)
+        self.counts.written_bytes += size
+        self.counts.write_seconds += time.perf_counter() - began
+
+    def _write_out(self, path: Path, buffers: Sequence[Buffer]) -> None:
+        if self._disk.is_full or self._is_nearly_full():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if not path.parent.is_dir():  # it was cleared meanwhile
+            folder.prepare(path.parent)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        with open(file, "wb", buffering=0) as stream:
+            for buffer in buffers:
+                view = memoryview(buffer).cast("B")
+                while view:
+                    written = stream.write(view[:SLICE]) if self._disk.bytes_per_second else stream.write(view)
+                    self._wait(written)
+                    view = view[written:]
+
+    def _is_nearly_full(self) -> bool:
+        usage = shutil.disk_usage(self._home)
+        return usage.free < min(SPARE_BYTES, SPARE_SHARE * usage.total)
+
+    def _wait(self, size: int) -> None:
+        if self._disk.bytes_per_second:
+            time.sleep(size / self._disk.bytes_per_second)
+
+    # ------------------------------------------------------------ give up
+    def _make_room(self, more: int) -> None:
+        """Give up files until `more` bytes than all have now fit the limit, and some more, so that it isn't done for
+        each."""
+        excess = self._index.size + more - self._limit
+        if excess <= 0:
+            return
+        with self._lock:
+            victims = self._index.victims(excess + int((1 - ROOM) * self._limit))
+        self.counts.evicted += len(victims)
+        self._remove(victims)
+
+    def remove(self, name: Name) -> None:
+        """Give up a file that another one makes needless."""
+        entry = self._index.entries.get(self._folder / str(name))
+        if entry is not None and entry.is_written:
+            self._remove([entry])
+
+    def _remove(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            with self._lock:
+                self._index.drop(entry.path)
+            with contextlib.suppress(OSError):
+                entry.path.unlink(missing_ok=True)
+
+
+def repeated_ids(tokens: list[int], start: int, end: int) -> tuple[int, ...]:
+    """The ids that a file repeats: a piece's own, and of a state those since the last border of a block."""
+    if start == end:
+        start = (max(end, 1) - 1) // BLOCK * BLOCK
+    return tuple(tokens[start:end])
