@@ -6,6 +6,7 @@ those of others. Never takes an answer that isn't finished, nor one that is bein
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -37,27 +38,35 @@ class Expiry:
 
     retention: Retention
     read: Collection[str]
-    _sinks_to: float | None = None  # bytes that a removal by size goes on to
 
     def step(self, connection: sqlite3.Connection, now: float) -> bool:
         """Remove some of what is due. Returns whether more may be. Raises sqlite3.Error."""
-        if self._remove(connection, self.retention.since(now)):
-            return True
-        return self._is_too_large(connection) and self._remove(connection, now + 1)
+        removed = self._remove_old(connection, self.retention.since(now))
+        if not removed and tables.used_bytes(connection) > self.retention.bytes:
+            removed = self._remove_for_room(connection)
+        if removed:
+            connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")  # `execute` gives back one page
+        return removed
 
-    def _is_too_large(self, connection: sqlite3.Connection) -> bool:
-        limit = self._sinks_to or self.retention.bytes
-        self._sinks_to = None
-        if tables.used_bytes(connection) <= limit:
-            return False
-        self._sinks_to = self.retention.bytes * ENOUGH
-        return True
+    def _remove_old(self, connection: sqlite3.Connection, before: float) -> bool:
+        numbers = self._oldest(connection, before)
+        if numbers:
+            tables.transaction(connection, lambda: writing.remove(connection, numbers))
+        return bool(numbers)
 
-    def _remove(self, connection: sqlite3.Connection, before: float) -> bool:
+    def _remove_for_room(self, connection: sqlite3.Connection) -> bool:
+        numbers = self._oldest(connection, math.inf)
+        if numbers:
+            tables.transaction(connection, lambda: self._make_room(connection, numbers))
+        return bool(numbers)
+
+    def _make_room(self, connection: sqlite3.Connection, numbers: list[int]) -> None:
+        """One by one, since one may be as large as a thousand others."""
+        for number in numbers:
+            if tables.used_bytes(connection) <= self.retention.bytes * ENOUGH:
+                return
+            writing.remove(connection, [number])
+
+    def _oldest(self, connection: sqlite3.Connection, before: float) -> list[int]:
         found = connection.execute(_OLDEST, (before, AT_ONCE + len(self.read))).fetchall()
-        numbers = [number for number, id in found if id not in self.read][:AT_ONCE]
-        if not numbers:
-            return False
-        tables.transaction(connection, lambda: writing.remove(connection, numbers))
-        connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
-        return True
+        return [number for number, id in found if id not in self.read][:AT_ONCE]

@@ -96,7 +96,7 @@ class Journal:
     def _open(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = Lock(path)
-        lock.take()
+        lock.take(place.LOCK_SECONDS)
         try:
             connection = place.open_for_writing(path)
             try:

@@ -39,7 +39,7 @@ class Lock:
         self.path = path.with_name(path.name + ".lock")
         self._file: int | None = None
 
-    def take(self, seconds: float = LOCK_SECONDS) -> None:
+    def take(self, seconds: float) -> None:
         """Wait for it for at most `seconds`. Raises Unusable, OSError."""
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         end = time.monotonic() + seconds
