@@ -3,6 +3,7 @@
 Each client gets an environment of its own in a cache folder (a venv, or an npm folder), made once and again when its
 requirements change, and runs its little program from tests/clients there. Without --url a Marathon is started on a tiny
 model with random weights: what is checked is the protocol, and grammars make even that model call tools and write JSON.
+Clients whose next request depends on the answer ask a second one, whose model says scripts (`loadtests.zoo.scripted`).
 The exit code is the number of clients that failed.
 """
 
@@ -30,16 +31,20 @@ from server.config.cache_folder import cache_folder  # noqa: E402
 PROGRAMS = ROOT / "tests" / "clients"
 SECONDS = 240
 MODEL = "cheap"
+SCRIPTED = "default"  # any model answers to it
+NODE = "node@22"
 KEY = "a-key-of-the-clients"
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client; `requires` are pip's requirements, or npm's for a program that ends in .mjs."""
+    """One client; `requires` are pip's requirements, or npm's for a program that ends in .mjs. `scripted`: it asks the
+    model that says scripts."""
 
     name: str
     program: str
     requires: tuple[str, ...]
+    scripted: bool = False
 
     @property
     def node(self) -> bool:
@@ -56,11 +61,34 @@ CLIENTS = [
     Client("pydantic-ai", "pydantic_ai_agent.py", ("pydantic-ai-slim[openai]>=2",)),
     Client("instructor", "instructor_models.py", ("instructor>=1.10",)),
     Client("llm", "llm_command.py", ("llm>=0.26",)),
-    # Newer majors of these want Node 22.
+    # Newer majors of these want Node 22, which npm has, too.
     Client("openai-node", "openai_node.mjs", ("openai@6", "zod@4")),
+    Client("openai-node-7", "openai_node.mjs", ("openai@7", "zod@4", NODE)),
     Client("responses-node", "responses_node.mjs", ("openai@6", "zod@4")),
+    Client("responses-node-7", "responses_node.mjs", ("openai@7", "zod@4", NODE)),
     Client("ai-sdk", "ai_sdk.mjs", ("ai@6", "@ai-sdk/openai-compatible@2", "zod@4")),
+    Client("anthropic", "anthropic_python.py", ("anthropic>=2",), scripted=True),
+    Client("anthropic-node", "anthropic_node.mjs", ("@anthropic-ai/sdk@1", "zod@4"), scripted=True),
+    Client("openai-agents", "openai_agents.py", ("openai-agents>=0.24",), scripted=True),
+    Client("pydantic-ai-routes", "pydantic_ai_routes.py", ("pydantic-ai-slim[openai,anthropic]>=2",), scripted=True),
+    Client("litellm-routes", "litellm_routes.py", ("litellm[proxy]>=1.70", "anthropic"), scripted=True),
+    Client("promptfoo", "promptfoo_eval.mjs", ("promptfoo@0.123", NODE), scripted=True),
 ]
+LOOK_UP = '<tool_call>{"name": "look_up", "arguments": {"key": "oslo"}}</tool_call>'
+SCRIPTS = {
+    "dd": [["Hello", " there,", " friend."]],
+    "ab": [
+        ["<think>", "I look", " it up.", "</think>", "One", " moment.", *LOOK_UP.partition("look_up")],
+        ["<think>I have", " it now.", "</think>It", " is", " Oslo."],
+    ],
+    "ho": [
+        ['<tool_call>{"name": "transfer_to_', 'expert", "arguments": {}}</tool_call>'],
+        ["The expert", " says Oslo."],
+    ],
+    "fi": [['<tool_call>{"name": "final_', 'result", "arguments": {"name": "Oslo"}}</tool_call>']],
+    "js": [['{"name"', ': "Oslo"}']],
+    "lo": [[f" word{number}" for number in range(10)]],
+}
 
 
 def prepare(client: Client, cache: Path) -> Path:
@@ -83,14 +111,21 @@ def install(client: Client, folder: Path) -> list[list[str]]:
     return [[sys.executable, "-m", "venv", str(folder)], [*pip, *client.requires]]
 
 
+def node(folder: Path) -> Path:
+    """The Node that the folder brings, else the machine's."""
+    own = folder / "node_modules" / ".bin" / "node"
+    return own if own.exists() else Path(shutil.which("node") or "node")
+
+
 def run(client: Client, folder: Path, url: str, model: str) -> tuple[bool, str]:
     """Whether its program went through, and what it said."""
     program = PROGRAMS / client.program
     if client.node:  # packages are looked for beside the program
         program = Path(shutil.copy(program, folder / client.program))
-    command = ["node" if client.node else str(folder / "bin" / "python"), str(program)]
+    command = [str(node(folder)) if client.node else str(folder / "bin" / "python"), str(program)]
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    told = {"MARATHON_CLIENT_URL": url, "MARATHON_CLIENT_MODEL": model, "MARATHON_CLIENT_KEY": KEY}
+    path = os.pathsep.join([str(node(folder).parent), os.environ["PATH"]])
+    told = {"PATH": path, "MARATHON_CLIENT_URL": url, "MARATHON_CLIENT_MODEL": model, "MARATHON_CLIENT_KEY": KEY}
     try:
         done = subprocess.run(
             command, env=kept | told, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -111,6 +146,30 @@ def site(arguments: argparse.Namespace, cache: Path) -> Iterator[tuple[str, str]
         yield f"http://127.0.0.1:{server.port}/v1", MODEL
 
 
+@contextlib.contextmanager
+def scripted_site(cache: Path) -> Iterator[tuple[str, str]]:
+    """(base URL, model id) of a server whose model says SCRIPTS; a child process writes the model."""
+    scripts, folder = cache / "scripts.json", cache / "scripted"
+    scripts.write_text(json.dumps(SCRIPTS), encoding="utf-8")
+    command = [sys.executable, "-m", "loadtests.zoo.scripted", str(scripts), str(folder)]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    with harness.marathon(folder, cache / "scripted.log", api_key=KEY) as server:
+        yield f"http://127.0.0.1:{server.port}/v1", SCRIPTED
+
+
+def ask(clients: list[Client], cache: Path, url: str, model: str) -> int:
+    """Run one client after the other; return how many failed."""
+    failed = 0
+    for client in clients:
+        folder = prepare(client, cache)
+        began = time.monotonic()
+        passed, said = run(client, folder, url, model)
+        failed += not passed
+        print(f"{'passed' if passed else 'FAILED'}  {client.name}  {time.monotonic() - began:.1f} s", flush=True)
+        print("\n".join("        " + line for line in said.splitlines()[-40:]), flush=True)
+    return failed
+
+
 def main() -> int:
     names = [client.name for client in CLIENTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,14 +179,16 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=cache_folder() / "clients", help="where environments are kept")
     arguments = parser.parse_args()
     arguments.cache.mkdir(parents=True, exist_ok=True)
+    chosen = [client for client in CLIENTS if client.name in arguments.only]
+    plain = [client for client in chosen if not client.scripted]
+    scripted = [client for client in chosen if client.scripted]
     failed = 0
-    with site(arguments, arguments.cache) as (url, model):
-        for client in [one for one in CLIENTS if one.name in arguments.only]:
-            began = time.monotonic()
-            passed, said = run(client, prepare(client, arguments.cache), url, model)
-            failed += not passed
-            print(f"{'passed' if passed else 'FAILED'}  {client.name}  {time.monotonic() - began:.1f} s", flush=True)
-            print("\n".join("        " + line for line in said.splitlines()[-40:]), flush=True)
+    if plain:
+        with site(arguments, arguments.cache) as (url, model):
+            failed += ask(plain, arguments.cache, url, model)
+    if scripted:
+        with scripted_site(arguments.cache) as (url, model):
+            failed += ask(scripted, arguments.cache, url, model)
     return failed
 
 

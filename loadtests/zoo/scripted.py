@@ -6,8 +6,9 @@ runs in a child process or a test, never in the server. Needs numpy alone.
 
 Scripts are named by two letters and consist of turns, a turn of pieces, one token each. A user's text that holds
 `SCRIPT:ab` begins script `ab`; each further turn of the assistant's is its next one, and the last one again behind its
-end. Without such a text script `dd` is said. Each turn's first token is chosen by a mark that the template writes at
-the end of the prompt; each piece is a token of its own that is followed by the next one.
+end. Without such a text script `dd` is said. A script with a cue is also begun by a user's text that holds the cue's
+words (`--cue ab WORDS`): for requests that an agent makes by itself. Each turn's first token is chosen by a mark that
+the template writes at the end of the prompt; each piece is a token of its own that is followed by the next one.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _OTHERS = """{%- for m in messages %}ONLY_FIRST
 {%- if m.role == 'user' and 'SCRIPT:' in m.content %}
 {%- set named = m.content.split('SCRIPT:')[-1][:2] %}
 {%- if named in last %}{% set at.name = named %}{% set at.turn = 0 %}{% endif %}{% endif %}
+{%- if m.role == 'user' %}{% for named, words in cues.items() %}
+{%- if words in m.content %}{% set at.name = named %}{% set at.turn = 0 %}{% endif %}{% endfor %}{% endif %}
 {%- if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}MARK
 {%- if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content }}
 {%- for c in m.tool_calls or [] %}{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{% endfor %}
@@ -58,22 +61,23 @@ _OTHERS = """{%- for m in messages %}ONLY_FIRST
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}MARK{% endif %}"""
 
 
-def template(scripts: Scripts, *, strict: bool = True) -> str:
+def template(scripts: Scripts, *, strict: bool = True, cues: Mapping[str, str] | None = None) -> str:
     """Shows everything where it is said, tools, thoughts and calls. `strict`: it refuses a system message that isn't
-    the first one, as many models' templates do."""
+    the first one, as many models' templates do. `cues`: script → words that begin it."""
     last = ", ".join(f"'{name}': {len(turns) - 1}" for name, turns in scripts.items())
     begin = f"{{%- set last = {{{last}}} %}}{{%- set at = namespace(name='{DEFAULT}', turn=0) %}}"
+    begin += f"{{%- set cues = {json.dumps(cues or {})} %}}"
     others = _OTHERS.replace("ONLY_FIRST", _ONLY_FIRST if strict else "").replace("MARK", _MARK)
     return begin + _SYSTEM + others
 
 
-def write(folder: Path, scripts: Scripts, *, strict: bool = True) -> Path:
+def write(folder: Path, scripts: Scripts, *, strict: bool = True, cues: Mapping[str, str] | None = None) -> Path:
     """The model's folder. `scripts` must have one called `dd`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text("utf-8"))
     follows = dict(_chains(scripts, tokenizer["added_tokens"], {*tokenizer["model"]["vocab"], *TAGS}))
     settings = json.loads((TOKENIZER / "tokenizer_config.json").read_text("utf-8"))
-    settings |= {"chat_template": template(scripts, strict=strict), "model_max_length": CONTEXT}
+    settings |= {"chat_template": template(scripts, strict=strict, cues=cues), "model_max_length": CONTEXT}
     width = _SMALL * (2 + len(follows) // _SMALL)
     files = {
         "tokenizer.json": tokenizer,
@@ -183,9 +187,12 @@ def main() -> None:
     parser.add_argument("scripts", type=Path, help="a JSON object: name → turns → pieces")
     parser.add_argument("folder", type=Path, help="where the model is written")
     parser.add_argument("--loose", action="store_true", help="the template takes system messages anywhere")
+    parser.add_argument(
+        "--cue", nargs=2, action="append", default=[], metavar=("NAME", "WORDS"), help="words that begin a script"
+    )
     arguments = parser.parse_args()
     scripts = json.loads(arguments.scripts.read_text("utf-8"))
-    print(write(arguments.folder, scripts, strict=not arguments.loose))
+    print(write(arguments.folder, scripts, strict=not arguments.loose, cues=dict(arguments.cue)))
 
 
 if __name__ == "__main__":

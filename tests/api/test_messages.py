@@ -182,6 +182,17 @@ async def test_refusals_have_anthropics_form_whoever_refuses(path: str) -> None:
         assert "code" in chat.json()["error"]
 
 
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
+async def test_a_conversation_that_the_server_is_to_hold_is_refused_as_the_sdks_know_it(path: str) -> None:
+    """Their tool runners leave the thread out then, and send all messages; any other refusal ends them."""
+    async with run_server() as site:
+        for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+            answer = await site.post(path, body(thread=thread))
+            check_refusal(answer, 400, "invalid_request_error")
+            told = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            assert answer.json()["error"]["details"] == told
+
+
 async def test_a_prompt_that_is_too_long_is_named_by_the_words_that_agents_know() -> None:
     async with run_server(context=64) as site:
         answer = await site.post(PATH, body(system="word " * 100))

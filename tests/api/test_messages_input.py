@@ -130,6 +130,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_format": {"type": "json_schema", "schema": {}},
       "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_format"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"compaction": {"type": "always"}}, "compaction"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
 ]  # fmt: skip
 
 

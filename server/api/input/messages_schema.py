@@ -148,6 +148,8 @@ class MessagesPrompt(Wire):
         None, description="variables for the chat template", examples=[{"enable_thinking": False}]
     )
     mcp_servers: Annotated[Any, UnofferedField(([],), "the server calls no tools itself")] = None
+    compaction: Annotated[Any, UnofferedField((), "the client shortens its conversations itself")] = None
+    thread: Annotated[Any, UnofferedField((), "no conversation is held here; each request has all its messages")] = None
     context_management: Any = Field(None, description=IGNORED + ": the whole conversation is read")
     cache_control: Any = Field(None, description=IGNORED + ": what was read is kept anyway")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.errors import ContextLengthError, GenerationError, RequestError
+from server.errors import ContextLengthError, GenerationError, RequestError, UnsupportedParameter
 
 PATHS = frozenset(f"{prefix}/messages{rest}" for prefix in ("/v1", "") for rest in ("", "/count_tokens"))
 _TYPES = {
@@ -22,6 +22,8 @@ _TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+# The SDK's tool runners then send the whole conversation, as they do to any server that holds none.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def status(error: RequestError) -> int:
@@ -31,13 +33,17 @@ def status(error: RequestError) -> int:
     return error.status
 
 
-def error_object(error: RequestError, status: int) -> dict[str, str]:
-    """Type and message. Agents shorten a conversation that is too long when they read these very words."""
+def error_object(error: RequestError, status: int) -> dict[str, Any]:
+    """Type and message, and the details of a refused thread. Agents shorten a conversation that is too long when they
+    read these very words."""
     message = error.message
     if isinstance(error, ContextLengthError) and error.numbers:
         most = error.numbers["n_ctx"] - 1  # a token of the answer has to fit, too
         message = f"prompt is too long: {error.numbers['n_prompt_tokens']} tokens > {most} maximum"
-    return {"type": _TYPES.get(status, "invalid_request_error"), "message": message}
+    told = {"type": _TYPES.get(status, "invalid_request_error"), "message": message}
+    if isinstance(error, UnsupportedParameter) and error.param == "thread":
+        return {**told, "details": _NO_THREADS}
+    return told
 
 
 def body(error: RequestError, request_id: str | None = None) -> dict[str, Any]:

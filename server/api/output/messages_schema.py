@@ -89,6 +89,7 @@ class TokenCount(Shape):
 class AnthropicError(Shape):
     type: str = Field(description="kind of error", examples=["invalid_request_error"])
     message: str = Field(description="what is wrong, for people", examples=["messages: Field required"])
+    details: dict[str, Any] | None = Field(None, description="of a refused `thread`: what the SDKs know it by")
 
 
 class AnthropicErrorBody(Shape):
