@@ -37,8 +37,9 @@ cuda: install
 	@$(INSTALL) --constraint requirements.lock --editable '.[cuda]'
 	@$(INSTALL) --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'from importlib.metadata import version as v; print(v("mlx"))')
 
+# Three processes on two cores, since many tests wait; in the order that tests/conftest.py gives.
 test: install
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(if $(ARGS),$(ARGS),--cov --cov-fail-under=$(COVERAGE))
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(if $(ARGS),$(ARGS),--cov --cov-fail-under=$(COVERAGE))
 
 # Chromium and Prometheus for the tests that use them, as Debian packages, without root.
 tools:

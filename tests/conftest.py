@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +21,28 @@ from server.model_files.starter import ensure_starter
 from server.telemetry.logs import JsonLines, Lines
 
 Tiny = Callable[..., Path]
+COVERED_VARIANTS = 2
 
 
 def pytest_report_header() -> str:
     packages = ("mlx", "mlx-lm", "transformers", "tokenizers", "fastapi", "uvicorn", "sse-starlette", "pydantic")
     return ", ".join(f"{package} {version(package)}" for package in packages)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests, and measure coverage on the first variants of each test alone.
+
+    The tracer doubles the time that Python code takes, and further variants seldom take another branch. Without the
+    order a file of few but long tests would come last, with one process at work.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+    variants: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        variants[name] += 1
+        if variants[name] > COVERED_VARIANTS:
+            item.add_marker(pytest.mark.no_cover)
 
 
 @pytest.fixture(scope="session")

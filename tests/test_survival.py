@@ -33,7 +33,7 @@ from server.serving.listening import listen
 from server.settings import load
 from server.supervision.supervisor import Supervisor
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 TOKENS = 250
 POISON = 77

@@ -23,6 +23,8 @@ from server.api.input.large_requests import LARGE_BYTES, LargeRequests, Packer, 
 from server.api.input.schema import CompletionRequest, refusal
 from server.errors import ContextLengthError, InternalError, RequestTooLarge
 
+pytestmark = pytest.mark.slow
+
 CALCULATE = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},

@@ -18,6 +18,8 @@ from server.ipc.probe import Probe
 from server.ipc.sequence import Grammar
 from server.settings import load
 
+pytestmark = pytest.mark.slow
+
 EPOCH = 3
 TRIAL = "trying out whether rows can be decoded together"
 PATIENCE = 120  # seconds; a busy machine starts a process slowly

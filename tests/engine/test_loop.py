@@ -29,6 +29,8 @@ from server.memory.residency import NoCount, Residency
 from server.settings import load
 from server.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 EPOCH = 7
 
 
@@ -776,7 +778,7 @@ def test_kept_prefixes_alone_never_mean_pressure():
         return residency
 
     engine = Engine("llama", residency=opened, memory_limit=limit, prefix_cache="1GiB")
-    for seq in range(70):
+    for seq in range(45):
         engine.submit(row(seq, prompt(250, seq), max_tokens=4))
         engine.run()
         engine.turn()

@@ -13,6 +13,8 @@ import small_tokenizers as small
 
 from loadtests import harness, zoo
 
+pytestmark = pytest.mark.slow
+
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<table>"]
 WITHOUT_LOGITS = 1  # the last of them
 TEXTS = ["<|im_end|>", *ADDED, "e\u0301"]

@@ -21,6 +21,8 @@ from server.memory.allocator import CountUnavailable
 from server.memory.native_count import open_count
 from server.settings import load
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ["llama", "qwen3_5", "smollm3", "nemotron_h"]
 STEPS = 320  # eight readings
 FLAT = pytest.approx(0, abs=flat.FLAT)

@@ -35,6 +35,8 @@ from loadtests.lab import residency as leaks
 from server.memory.allocator import CountUnavailable
 from server.memory.native_count import open_count
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = [attention_paths, cache_kinds, count, endurance, gpu_lab, kv_passes, laboratory, pinned, report, residency]
 
 

@@ -13,6 +13,8 @@ from loadtests.pauses.observed_server import SIZE, Note, watch
 from loadtests.pauses.worst_requests import worst
 from loadtests.zoo.models import obtain
 
+pytestmark = pytest.mark.slow
+
 SHARE = 0.015
 GENEROUS = 0.25  # seconds of the server process's own work; what it takes at full size is a tenth of that
 KINDS = ("members", "gzip in gzip", "4 × lists")

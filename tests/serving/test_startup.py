@@ -33,6 +33,8 @@ from server.serving.listening import listen
 from server.serving.startup import Startup, StartupInterrupt
 from server.settings import load
 
+pytestmark = pytest.mark.slow
+
 LINUX = sys.platform == "linux"
 ROOT = Path(__file__).parents[2]
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
