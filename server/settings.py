@@ -111,6 +111,9 @@ class EngineSettings(BaseModel):
     outage_seconds: float = Field(
         600, ge=0, description="answers under way are kept for so long while no engine can be started"
     )
+    spare_engine: bool = Field(
+        True, description="keep a second process that has imported everything, to be the next engine"
+    )
     rotate_min_seconds: float = Field(60, ge=0, description="rotations needed sooner than this name a leak")
     keep_awake: bool = Field(False, description="macOS: no idle sleep while generations run")
     faults: str = Field("", description="DANGEROUS, for tests: what to break, e.g. kill@decode:100")
@@ -171,7 +174,7 @@ class Settings(Serving, Limits, EngineSettings, JournalSettings, Logs):
             raise ValueError("a host has no port in it; that is --port")
         return host
 
-    @field_validator("guard", mode="before")
+    @field_validator("guard", "spare_engine", mode="before")
     @classmethod
     def _on_off(cls, value: object) -> object:
         if isinstance(value, str):

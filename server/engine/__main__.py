@@ -1,6 +1,7 @@
 """The engine process: owns the device, takes commands, sends steps.
 
-`python -m server.engine --fd N` is started by the supervisor with its end of a socketpair. Three threads: the main
+`python -m server.engine --fd N` is started by the supervisor with its end of a socketpair; a spare engine is the same
+process, which is asked to import everything and then waits for `Start`. Three threads: the main
 thread is the only one that touches MLX (streams are thread-local); a reader thread takes commands and ends the
 process at EOF, so that no engine outlives its server; a writer thread sends progress each second, also while the
 main thread is stuck. It never sees text or HTTP.
@@ -14,13 +15,14 @@ import logging
 import os
 import socket
 import sys
+from pathlib import Path
 
 from server import faults as faults_module
 from server.config import open_files
 from server.engine.channel import Channel, Heartbeat
 from server.errors import StartupError
 from server.ipc import messages
-from server.ipc.messages import Start
+from server.ipc.messages import Command, Preparation, Prepare, Start
 from server.ipc.snapshot import Snapshot
 from server.settings import Settings, from_json
 from server.telemetry import logs
@@ -35,13 +37,25 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the socketpair")
     channel = Channel(socket.socket(fileno=parser.parse_args().fd))
     channel.start_reader()
-    first = channel.receive(None)
+    _tie_to_parent()
+    first = _first_command(channel)
     if not isinstance(first, Start):
         sys.exit("engine: the first command must be Start")
     settings = from_json(first.settings)
     logs.configure(settings.log_level, settings.log_format, f"engine {first.epoch}")
-    _tie_to_parent()
     sys.exit(run(channel, first, settings))
+
+
+def _first_command(channel: Channel) -> Command | None:
+    """The command that ends a spare engine's waiting; of any other engine the first one."""
+    command = channel.receive(None)
+    while isinstance(command, Prepare):
+        from server.engine import preparation
+
+        preparation.prepare(Path(command.model_path))
+        channel.send(Preparation())
+        command = channel.receive(None)
+    return command
 
 
 def _tie_to_parent() -> None:

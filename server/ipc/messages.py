@@ -13,8 +13,17 @@ from server.ipc.probe import Probe
 from server.ipc.sequence import Finish, TokenLogprobs, TokenSequence, TokenTable
 from server.ipc.snapshot import Snapshot
 
+NO_EPOCH = 0  # of a spare engine, which is none yet
+
 
 # ---------------------------------------------------------------- server → engine
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """To a spare engine, before `Start`: import everything, load nothing, answer `Preparation`. Sent once more it asks
+    whether the process still answers."""
+
+    model_path: str
+
+
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """The first command of an engine's life. Settings travel here and not in argv, where `ps` shows them."""
 
@@ -56,10 +65,16 @@ class Reclaim(msgspec.Struct, frozen=True, tag="reclaim"):
     epoch: int
 
 
-Command = Start | Learn | Submit | Cancel | Drain | Reclaim
+Command = Prepare | Start | Learn | Submit | Cancel | Drain | Reclaim
 
 
 # ---------------------------------------------------------------- engine → server
+class Preparation(msgspec.Struct, frozen=True, tag="preparation"):
+    """A spare engine has imported everything and waits for `Start`."""
+
+    epoch: int = NO_EPOCH
+
+
 class LoadFailure(msgspec.Struct, frozen=True, tag="load_failed"):
     """The model can't be loaded; another try would end the same way. One sentence."""
 
@@ -173,4 +188,4 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):
     still: float = 0.0  # seconds since the count last rose
 
 
-Event = LoadFailure | Ready | RowIntake | Steps | RowFailure | Preemption | Rotate | Progress
+Event = Preparation | LoadFailure | Ready | RowIntake | Steps | RowFailure | Preemption | Rotate | Progress

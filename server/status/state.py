@@ -24,7 +24,8 @@ MOST_ROWS = 100
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """The process that owns MLX. `restarts`: engines replaced so far, by cause."""
+    """The process that owns MLX. `restarts`: engines replaced so far, by cause; `spare`: whether a process that has
+    imported everything waits to be the next one."""
 
     up: bool
     epoch: int
@@ -35,6 +36,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     last_step_age_seconds: float | None
     restarts: dict[str, int]
     resumed: dict[str, int]
+    spare: bool = False
 
 
 class BufferState(msgspec.Struct, frozen=True):
@@ -148,6 +150,7 @@ def _engine(supervisor: Supervisor, metrics: Metrics) -> EngineFacts:
         last_step_age_seconds=engine.last_step_age_seconds,
         restarts=metrics.restarts,
         resumed=metrics.resumes,
+        spare=engine.spare,
     )
 
 

@@ -35,6 +35,7 @@ from server.supervision.outputs import OutputCounts
 from server.supervision.prefill_log import PrefillLog
 from server.supervision.probation import MAX_BLAMED
 from server.supervision.scheduler import Scheduler
+from server.supervision.spare_engine import SpareEngine
 from server.supervision.timeouts import GOOD_LIFE, HASTY_ROTATIONS, Backoff, RotationPace, StallLimit
 from server.telemetry.engine_status import EngineStatus
 
@@ -44,6 +45,8 @@ DRAIN_SECONDS = 10.0  # for an engine to leave in good order before the next one
 LEAVE_SECONDS = 2.0  # and when the server itself ends: nobody needs its memory back in order
 BURY_SECONDS = 20.0  # for a killed one to give its memory back
 HASTY_DEATH_SECONDS = 2.0  # longest pause after an engine that had been ready
+SETTLED_SECONDS = 5.0  # after an engine was ready: then a spare one may be prepared beside it,
+UNSETTLED_SECONDS = 60.0  # and then also while prompts are read
 WATCH_SECONDS = 0.2  # between two looks at the engine
 PAUSE_SECONDS = 0.5  # a look that comes later by so much shows that the server itself stood still
 LONG_PAUSE_SECONDS = 2.0  # of those, the ones that somebody should know of
@@ -89,6 +92,7 @@ class EngineLifecycle:
         self._clock = scheduler.clock
         self.convictions = Convictions(scheduler.clock)
         self._spawn = spawn
+        self._spare = SpareEngine(lambda: spawn(messages.NO_EPOCH), model_path, scheduler.clock)
         self._on_load_failed = on_load_failed
         self._tokens: TokenTable | None = None
         self._stall = StallLimit(settings.stall_seconds)
@@ -112,6 +116,7 @@ class EngineLifecycle:
             if pause:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopped.wait(), pause)
+        await self._spare.end()
 
     def end(self) -> None:
         """No further engine; the living one leaves now. `run` returns when nothing is left of it."""
@@ -121,13 +126,14 @@ class EngineLifecycle:
 
     async def _one_life(self) -> float:
         """From spawn until nothing of the process is left. Returns the seconds to wait before the next."""
+        spare = await self._spare.take()
         self.epoch += 1
         self._life = Liveness(self._settings, self._stall, self._clock())
         self._served = False
         self._failure = ""
         self.ending = None
         try:
-            engine = self._spawn(self.epoch)
+            engine = spare or self._spawn(self.epoch)
         except OSError as error:
             return self._start_failed(f"no process can be started: {error}")
         self.connection = connection = EngineConnection(engine, self.epoch, self._on_event)
@@ -137,6 +143,8 @@ class EngineLifecycle:
             connection.send(messages.Start(self.epoch, self._model_path, settings, probe))
             if self._tokens is not None:
                 connection.send(messages.Learn(self.epoch, self._tokens))
+            if self._stopped.is_set():  # meanwhile
+                self._leave(connection, "stop")
             await connection.lost
         finally:
             was_ready = self._take_down()
@@ -237,6 +245,7 @@ class EngineLifecycle:
             restarts=self.restarts,
             is_up=self.is_up,
             last_step_age_seconds=age if math.isfinite(self.worked) else None,
+            spare=self._spare.is_ready,
             actions=tuple(self.actions),
         )
 
@@ -387,6 +396,14 @@ class EngineLifecycle:
             self._give_up()
         if self.connection is not None and self.ending is None:
             self._check(self.connection)
+        self._spare.look(is_wanted=self._wants_spare())
+
+    def _wants_spare(self) -> bool:
+        """An engine serves, has settled, and reads no prompt, which the imports would hold up."""
+        if not self._settings.spare_engine or self.ready is None or self.ending is not None:
+            return False
+        reads = self._scheduler.waiting or (self.snapshot is not None and self.snapshot.prefilling)
+        return self._age() > SETTLED_SECONDS and not (reads and self._age() < UNSETTLED_SECONDS)
 
     def _give_up(self) -> None:
         """No engine for so long that the answers under way shouldn't wait for the next."""

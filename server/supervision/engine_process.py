@@ -173,6 +173,12 @@ class EngineConnection:
             self.kill()
             self._end()
 
+    def release(self) -> Engine:
+        """Lets go of a living engine, which another connection may take over. Nothing of it may be unread."""
+        self._unwatch()
+        self.lost.set_result(None)
+        return self._engine
+
     # ---------------------------------------------------------------- the end
     def kill(self) -> None:
         """SIGKILL to the engine's group; `lost` follows."""
@@ -187,12 +193,16 @@ class EngineConnection:
             self._forget()
             self.lost.set_result(None)
 
-    def _forget(self) -> None:
+    def _unwatch(self) -> None:
         self._loop.remove_reader(self._engine.socket)
         self._loop.remove_writer(self._engine.socket)
-        self._engine.socket.close()
         if self._engine.exit_fd is not None:
             self._loop.remove_reader(self._engine.exit_fd)
+
+    def _forget(self) -> None:
+        self._unwatch()
+        self._engine.socket.close()
+        if self._engine.exit_fd is not None:
             os.close(self._engine.exit_fd)
             self._engine.exit_fd = None
 

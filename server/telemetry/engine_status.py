@@ -25,6 +25,7 @@ class EngineStatus:
     restarts: int = 0  # engines lost so far, planned or not
     is_up: bool = False  # an engine has its model loaded and gives its signs of life
     last_step_age_seconds: float | None = None  # since an engine finished a step or a chunk; None before the first
+    spare: bool = False  # a spare process is ready to become the next engine
     actions: tuple[Action, ...] = ()  # newest automatic acts of the server process
 
     @property

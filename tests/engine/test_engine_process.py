@@ -13,7 +13,20 @@ from driving import Rig, model, prompt, row
 
 from server.engine.model import row_cost
 from server.ipc.framing import Frames, TornFrame, pack, unpack_event
-from server.ipc.messages import Cancel, Drain, LoadFailure, Progress, Ready, Reclaim, RowFailure, Start, Steps, Submit
+from server.ipc.messages import (
+    Cancel,
+    Drain,
+    LoadFailure,
+    Preparation,
+    Prepare,
+    Progress,
+    Ready,
+    Reclaim,
+    RowFailure,
+    Start,
+    Steps,
+    Submit,
+)
 from server.ipc.probe import Probe
 from server.ipc.sequence import Grammar
 from server.settings import load
@@ -28,7 +41,7 @@ PATIENCE = 120  # seconds; a busy machine starts a process slowly
 class Engine:
     """The server's side, as plain as can be."""
 
-    def __init__(self, folder, *, probe=None, epoch=EPOCH, **settings):
+    def __init__(self, folder, *, probe=None, epoch=EPOCH, spare=False, **settings):
         self.epoch, self.deadline = epoch, time.monotonic() + PATIENCE
         self.socket, theirs = socket.socketpair()
         self.process = subprocess.Popen(
@@ -40,11 +53,23 @@ class Engine:
         self.socket.settimeout(PATIENCE)
         self.frames, self.queue = Frames(), []
         self.tokens, self.ends, self.failed, self.started, self.progress = defaultdict(list), {}, {}, {}, []
+        if spare is None:
+            return
+        if spare:
+            self.prepare(folder)
         values = {"log_level": "error"} | settings
         self.send(Start(epoch, str(folder), load(values).model_dump_json(exclude={"api_key", "api_key_file"}), probe))
 
     def send(self, *messages):
         self.socket.sendall(b"".join(map(pack, messages)))
+
+    def prepare(self, folder):
+        """As a spare engine is: it answers when it has imported everything, and once more when it's asked again."""
+        for _ in range(2):
+            self.send(Prepare(str(folder)))
+            while not (frames := list(self.frames.feed(self.socket.recv(1 << 16)))):
+                pass
+            assert unpack_event(frames[0]) == Preparation()
 
     def submit(self, one, generated=()):
         self.send(Submit(self.epoch, one.seq, one.sequence, list(generated)))
@@ -181,6 +206,28 @@ def test_the_life_of_an_engine(start, alone, tmp_path):
     engine.send(Drain(EPOCH))
     assert engine.rest() == 0
     assert engine.process.stderr.read() == b""
+
+
+def test_a_spare_engine_is_any_other_one_once_it_is_started(start, alone, known):
+    """The faults of its epoch happen in it, too."""
+    engine = start(spare=True, probe=known, epoch=2, faults="kill@decode:30*2")
+    engine.ready()
+    one = row(0, prompt(40), max_tokens=12)
+    engine.submit(one)
+    engine.until(lambda: engine.ends)
+    assert engine.tokens[0] == alone(one)
+    engine.submit(row(1, prompt(5), max_tokens=100))
+    assert engine.rest() == -signal.SIGKILL
+    assert len(engine.tokens[1]) < 30
+    assert engine.process.stderr.read() == b""
+
+
+def test_a_spare_engine_ends_when_its_server_is_gone_whatever_it_does(start, tiny):
+    engine = start(spare=None)
+    engine.send(Prepare(str(tiny("llama"))))
+    time.sleep(0.5)  # it imports
+    engine.socket.close()
+    assert engine.process.wait(PATIENCE) == 0
 
 
 def test_a_grammar_that_is_compiled_for_ever_holds_no_engine_back_that_is_told_to_leave(start, known):

@@ -183,12 +183,14 @@ def check(world: World) -> None:
             assert stream.error is None
 
 
-async def tell(begin: list[tuple[int, int]], starts: list[str], story: list[Act], speed: dict[str, float]) -> None:
-    fake = FakeEngine(**speed, starts=starts)
-    limits = {"stall_seconds": STALL, "start_seconds": 100.0, "outage_seconds": OUTAGE}
+async def tell(
+    begin: list[tuple[int, int]], starts: list[str], spares: list[str], story: list[Act], speed: dict[str, float]
+) -> None:
+    fake = FakeEngine(**speed, starts=starts, spare_starts=spares)
+    limits = {"stall_seconds": STALL, "start_seconds": 100.0, "outage_seconds": OUTAGE, "spare_engine": True}
 
     def spawn(epoch: int) -> Life:
-        assert not fake.alive, "two engines at once"
+        assert epoch == messages.NO_EPOCH or not fake.alive, "two engines at once"
         return fake.spawn(epoch)
 
     async with supervise(fake, Recorded(), spawn=spawn, **limits) as supervisor:
@@ -205,8 +207,11 @@ async def tell(begin: list[tuple[int, int]], starts: list[str], story: list[Act]
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.integers(1, 2)), min_size=1, max_size=4),
     st.builds(lambda first, then: [first, *then], st.sampled_from(READY), lives),
+    st.lists(st.sampled_from(["ok", "die", "hang", "garbage", "no_spawn"]), max_size=4),
     st.lists(act, min_size=5, max_size=40),
     pace,
 )
-def test_whatever_happens_no_token_is_lost_or_repeated_and_no_stream_waits_for_ever(begin, starts, story, speed):
-    virtual_time.run(tell(begin, starts, story, speed))
+def test_whatever_happens_no_token_is_lost_or_repeated_and_no_stream_waits_for_ever(
+    begin, starts, spares, story, speed
+):
+    virtual_time.run(tell(begin, starts, spares, story, speed))

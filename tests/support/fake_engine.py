@@ -22,6 +22,7 @@ What it can be told (from the event loop's thread; all but `starts` and `poison`
     fake.die()  fake.burst(3, then="die")  fake.tear()  fake.garbage()  fake.stall()  fake.close()
     fake.freeze()  fake.thaw()      SIGSTOP and SIGCONT: nothing of it moves, its heartbeat neither
     fake.preempt(seq=None)  fake.rotate()  fake.fail_row(seq, kind)  fake.pressure = "hold"
+    fake.spare_starts = ["die", "hang", "garbage", "no_spawn", "ok"]   the same for spare engines
 What it shows: fake.rows, fake.submits, fake.cancels, fake.commands (newest life first to last), fake.lives, fake.alive.
 
 As a process: `process_spawn(*arguments)` is a `spawn` that starts this file with `--fd N`; the same engine, real pid.
@@ -91,17 +92,22 @@ class FakeEngine:
     pressure: str = "calm"
     first_shape: bool = False
     typical_step: float = 0.0
+    prepare_seconds: float = 0.0
+    spare_starts: list[str] = field(default_factory=list)  # how spare engines start: die, hang, garbage, no_spawn, ok
+    spares: list[Life] = field(default_factory=list)  # that are no engines yet
     lives: list[Life] = field(default_factory=list)
     commands: list[messages.Command] = field(default_factory=list)
 
     # ------------------------------------------------------------ for Supervisor
     def spawn(self, epoch: int) -> Life:
-        start = self.starts.pop(0) if self.starts else "ok"
+        is_spare = epoch == messages.NO_EPOCH
+        starts = self.spare_starts if is_spare else self.starts
+        start = starts.pop(0) if starts else "ok"
         if start == "no_spawn":
             raise OSError("no more processes")
         ours, theirs = socket.socketpair()
         life = Life(self, ours, theirs, start, pid=10_000_000 + epoch)
-        self.lives.append(life)
+        (self.spares if is_spare else self.lives).append(life)
         life.begin()
         return life
 
@@ -265,7 +271,13 @@ class Life:
     def _command(self, command: messages.Command) -> None:
         self.fake.commands.append(command)
         match command:
+            case messages.Prepare():
+                self._tasks.append(asyncio.ensure_future(self._prepare()))
             case messages.Start():
+                if self in self.fake.spares:
+                    self.fake.spares.remove(self)
+                    self.fake.lives.append(self)
+                    self.start = self.fake.starts.pop(0) if self.fake.starts else "ok"
                 self.epoch = command.epoch
                 self._tasks.append(asyncio.ensure_future(self._run()))
             case messages.Submit():
@@ -281,6 +293,17 @@ class Life:
                 self.rows.pop(command.seq, None)
             case messages.Drain() if not self.fake.drain_hangs:
                 self.end(0)
+
+    async def _prepare(self) -> None:
+        await asyncio.sleep(self.fake.prepare_seconds)
+        await self.moves.wait()
+        match self.start:
+            case "die":
+                self.end(1)
+            case "garbage":
+                self.put(GARBAGE)
+            case "ok":
+                self.tell(messages.Preparation())
 
     async def _run(self) -> None:
         self.tell(messages.Progress(self.epoch, 1, "loading"))

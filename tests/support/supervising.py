@@ -41,7 +41,7 @@ async def supervise(
     **settings: object,
 ) -> AsyncIterator[Supervisor]:
     clock = asyncio.get_running_loop().time
-    quick = {"stall_seconds": 5.0, "start_seconds": 5.0, "rotate_min_seconds": 0.0}
+    quick = {"stall_seconds": 5.0, "start_seconds": 5.0, "rotate_min_seconds": 0.0, "spare_engine": False}
     supervisor = Supervisor(
         load(quick | settings), "model", counts, spawn=spawn or fake.spawn, clock=clock, backoff=Backoff(first=0.01)
     )
@@ -54,6 +54,7 @@ async def supervise(
         await supervisor.stop(0)
         assert supervisor.running == supervisor.waiting == 0
         assert fake is None or fake.alive == 0
+        assert fake is None or all(spare.poll() is not None for spare in fake.spares)
 
 
 def sequence(*prompt: int, max_tokens: int = 40, seed: int = 7, **fields: object) -> TokenSequence:
