@@ -14,7 +14,7 @@ from typing import Any
 
 MIB = 2**20
 CAP = 32 * MIB - 1024  # just under the server's default
-MIDDLING = 255 * 1024  # just under what is prepared in a process of its own
+MIDDLING = 63 * 1024  # just under what is prepared in a process of its own
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "Say hello."}
 SENTENCE = "The quick brown fox jumps over the lazy dog, 1234 times. "
@@ -184,7 +184,7 @@ def _small(share: float) -> Iterator[WorstRequest]:
 
 
 def _many(share: float) -> Iterator[WorstRequest]:
-    """Many at once, each just small enough to be prepared in the server's own process."""
+    """Many at once, each just small enough to be prepared in the server's own process, or somewhat larger."""
     count = max(4, int(50 * share))
     part = MIDDLING / CAP
     for name, path, body in (
@@ -194,12 +194,15 @@ def _many(share: float) -> Iterator[WorstRequest]:
         ("texts of special tokens", CHAT, _said(MIDDLING, "<|im_end|>")),
         ("lists", TEXT, _unheard(b"[],", b"[]", part)),
         ("members", TEXT, _unheard(b'{"a":1},', b"{}", part)),
-        ("ids", TEXT, _asks(prompt=[5] * 84_000)),
-        ("messages", CHAT, _chat(messages=_turns(5_000))),
+        ("ids", TEXT, _asks(prompt=[5] * 20_000)),
+        ("messages", CHAT, _chat(messages=_turns(1_400))),
         ("tool arguments", CHAT, _chat(messages=_history(MIDDLING - 8000))),
-        ("tools", CHAT, _chat(tools=[_tool(n, 1800) for n in range(128)])),
+        ("tools", CHAT, _chat(tools=[_tool(n, 330) for n in range(128)])),
         ("schemas", CHAT, _form(_schema(MIDDLING - 4000))),
-        ("pieces", "/tokenize", _asks(content=SENTENCE * 4400, **ALL_PIECES)),
+        ("pieces", "/tokenize", _asks(content=SENTENCE * 1100, **ALL_PIECES)),
+        ("longer texts", TEXT, _prompt(SENTENCE.encode(), 4 * part)),
+        ("longer messages", CHAT, _chat(messages=_turns(5_000))),
+        ("longer tools", CHAT, _chat(tools=[_tool(n, 1800) for n in range(128)])),
         ("gzips", TEXT, gzip.compress(_filled(b"", b" ", b"", 16 * CAP * part))),
     ):
         headers = GZIP if name == "gzips" else {}

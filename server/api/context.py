@@ -31,7 +31,6 @@ from server.text.tokenizer import Tokenizer
 
 PARTS = ("mlx-marathon", "mlx", "mlx-lm")  # what an answer's text can depend on besides the model
 LIGHT_BYTES = 4096  # of a body that takes a millisecond or two
-MANY_VALUES = 40_000  # of a body that is prepared as a large one: each holds the interpreter for a microsecond
 SCHEMA_THREADS = 2  # each waits most of its time; more would make the event loop wait for the interpreter
 HEAVY = (  # may take more
     b"response_format", b"structured_outputs", b"guided_", b"json_schema", b"grammar", b"regex", b"ebnf", b"tools",
@@ -47,11 +46,6 @@ def build() -> str:
     """The same for the same versions."""
     versions = [f"{part} {version(part)}" for part in PARTS]
     return "b" + hashlib.sha256("\n".join(versions).encode()).hexdigest()[:10]
-
-
-def _values(content: bytes) -> int:
-    """About how many values a body of JSON has, those of its lists' and objects' beginnings included."""
-    return content.count(b",") + content.count(b"[") + content.count(b"{")
 
 
 def within_depth(work: Callable[..., Result], *arguments: object) -> Result:
@@ -147,7 +141,7 @@ class AppContext(ServedModel):
         Handing a body to the worker thread costs more than a short text takes; a schema may take long, however short
         it is.
         """
-        if len(content) > LARGE_BYTES or _values(content) > MANY_VALUES:
+        if len(content) > LARGE_BYTES:
             return await self.large.prepare(work, content, *more)
         if any(word in content for word in HEAVY):
             return await self._think(self.schema_workers, work, self, content, *more)

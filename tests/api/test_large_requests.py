@@ -19,12 +19,13 @@ from loadtests import process_tree
 from server.api import context, request_worker
 from server.api.context import Recipe
 from server.api.input import body, large_requests
-from server.api.input.large_requests import LARGE_BYTES, LargeRequests, Packer, Unpacker
+from server.api.input.large_requests import LargeRequests, Packer, Unpacker
 from server.api.input.schema import CompletionRequest, refusal
 from server.errors import ContextLengthError, InternalError, RequestTooLarge
 
 pytestmark = pytest.mark.slow
 
+LONG = 1 << 18  # characters of a prompt, or tokens of a context
 CALCULATE = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
@@ -98,7 +99,7 @@ async def test_a_request_that_fits_is_answered_and_one_that_doesnt_is_refused(mo
     monkeypatch.setattr(body, "parse", lambda content: pytest.fail("parsed in the server process"))
     fake = engine(context=100_000)
     async with run_server(fake) as site:
-        prompt = "the quick brown fox\n" * (LARGE_BYTES // 20 + 1)
+        prompt = "the quick brown fox\n" * (LONG // 20 + 1)
         fits = await site.complete(prompt, max_tokens=2)
         twice = await site.complete(prompt * 3)
         far = await site.complete(prompt * 100)
@@ -113,7 +114,7 @@ async def test_a_request_that_fits_is_answered_and_one_that_doesnt_is_refused(mo
 
 async def test_a_schema_that_takes_long_to_check_delays_no_text(monkeypatch):
     checked = threading.Event()
-    async with run_server(engine(context=LARGE_BYTES)) as site:
+    async with run_server(engine(context=LONG)) as site:
         monkeypatch.setattr(site.served.checker, "fault", lambda grammar: "" if checked.wait(20) else "late")
         form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
         slow = [asyncio.create_task(site.chat(response_format=form)) for _ in range(5)]
@@ -126,7 +127,7 @@ async def test_a_schema_that_takes_long_to_check_delays_no_text(monkeypatch):
 async def test_what_a_hostile_request_takes_is_given_back():
     """Five million lists; they are of a field that nobody knows, so the answer is as usual."""
     content = b'{"prompt": "Say", "unheard": [' + b"[]," * 5_000_000 + b"[]]}"
-    async with run_server(engine(context=LARGE_BYTES)) as site:
+    async with run_server(engine(context=LONG)) as site:
         await site.complete("word " * 60_000)
         before = process_tree.memory_bytes(site.served.large.pid)
         assert (await site.client.post(TEXT, content=content)).status_code == 200
@@ -255,7 +256,7 @@ async def test_what_is_far_beyond_the_context_is_not_counted_to_its_end(path, to
     async with run_server(context=512) as site:
         some = await site.post(path, asked(100))
         assert some.status_code == 200
-        refused = await site.post(path, asked(12_000))
+        refused = await site.post(path, asked(4_000))
         error = refused.json()["error"]
         assert refused.status_code == 400
         if path == "/v1/messages/count_tokens":
@@ -263,15 +264,3 @@ async def test_what_is_far_beyond_the_context_is_not_counted_to_its_end(path, to
         else:
             assert error["code"] == "context_length_exceeded"
             assert "at least" in error["message"]
-
-
-@pytest.mark.parametrize("part", ["[]", "5", '{"a":1}'])
-async def test_a_body_of_many_values_is_prepared_as_a_large_one(part, monkeypatch):
-    monkeypatch.setattr(body, "parse", lambda content: pytest.fail("parsed in the server process"))
-    count = context.MANY_VALUES + 1
-    content = f'{{"model": "default", "prompt": "Say", "max_tokens": 1, "unheard": [{",".join([part] * count)}]}}'
-    content = content[: LARGE_BYTES - 2]
-    async with run_server() as site:
-        answer = await site.client.post("/v1/completions", content=content.encode())
-        assert answer.status_code in (200, 400)
-        assert site.served.large.pid is not None
