@@ -19,11 +19,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import server
-from server.api import chat, completions, health, messages, models, openapi, responses, status, tokenize
+from server.api import (
+    chat,
+    chat_store,
+    completions,
+    health,
+    messages,
+    models,
+    openapi,
+    response_store,
+    responses,
+    status,
+    tokenize,
+)
 from server.api.context import AppContext
 from server.api.input import generic_tools
 from server.api.middleware.access import Access, Heads, refusal
 from server.api.middleware.security import Cors, Keys, Names, any_port, read_keys
+from server.api.stored.answers import StoredAnswers
 from server.errors import InvalidValue, MethodError, RequestError, UnknownUrl
 from server.metrics import Metrics
 from server.model_files.locate import ModelLocation, locate
@@ -35,11 +48,12 @@ from server.text.tokenizer import Tokenizer
 
 def create_app(served: AppContext) -> FastAPI:
     """The application that serves `served`. Raises StartupError for a key file that gives no key."""
+    answers = StoredAnswers(served, {"response": responses.prepare, "chat": chat.prepare})
     app = FastAPI(
         title="Marathon",
         version=server.__version__,
         description="OpenAI-compatible text generation whose generations do not die.",
-        lifespan=lifespan(served),
+        lifespan=lifespan(served, answers),
         openapi_url=None,  # `openapi.routes` has it
         docs_url=None,
         redoc_url=None,
@@ -47,15 +61,11 @@ def create_app(served: AppContext) -> FastAPI:
     )
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     for prefix in ("/v1", ""):  # the latter for clients whose base URL lacks it
-        for routes in (
-            chat.routes,
-            completions.routes,
-            responses.routes,
-            messages.routes,
-            models.routes,
-            tokenize.counting,
-        ):
+        for routes in (completions.routes, messages.routes, models.routes, tokenize.counting):
             app.include_router(routes(served, prefix), include_in_schema=bool(prefix))
+        # The last two take any word behind the others' paths for an id.
+        for kept in (chat.routes, responses.routes, response_store.routes, chat_store.routes):
+            app.include_router(kept(served, answers, prefix), include_in_schema=bool(prefix))
     app.include_router(tokenize.routes(served))
     app.include_router(health.routes(served))
     app.include_router(status.routes(served))
@@ -79,7 +89,7 @@ def assemble(settings: Settings, model: ModelLocation, metrics: Metrics, supervi
     return AppContext(settings, model.name, created, generic_tools.with_format(tokenizer), supervisor, metrics)
 
 
-def lifespan(served: AppContext) -> Callable[[FastAPI], Any]:
+def lifespan(served: AppContext, answers: StoredAnswers) -> Callable[[FastAPI], Any]:
     """Engine, journal and worker threads live as long as the application."""
 
     @asynccontextmanager
@@ -89,6 +99,7 @@ def lifespan(served: AppContext) -> Callable[[FastAPI], Any]:
         await supervisor.start()
         supervisor.learn(await asyncio.to_thread(served.tokenizer.token_table))
         await served.journal.open()
+        await answers.resume()
         feed = asyncio.create_task(served.feed.run())
         try:
             # What waits counts too: during an engine's replacement nothing runs and everything waits.
@@ -97,6 +108,7 @@ def lifespan(served: AppContext) -> Callable[[FastAPI], Any]:
         finally:
             feed.cancel()
             await supervisor.stop(supervisor.clock())
+            await answers.close()
             await served.journal.close()
             served.close()
 
@@ -114,7 +126,7 @@ def _add_middleware(app: FastAPI, served: AppContext) -> None:
             Cors,
             allow_origins=settings.cors_origins,
             allow_origin_regex=any_port(settings.cors_origins),
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_credentials="*" not in settings.cors_origins,  # cookies of a proxy before us: only for named pages
             allow_headers=["*"],  # answered with the names that were asked for: `*` alone wouldn't cover Authorization
             allow_private_network=True,

@@ -11,10 +11,14 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
         ├── ExceedsMemory             400  the sequence could never fit the memory limit, even alone
         ├── InvalidApiKey             401
         ├── Forbidden                 403  foreign Origin or Host
+        ├── PreviousNotFound          400  previous_response_id names no stored response
         ├── ModelNotFound             404
+        ├── AnswerNotFound            404  no stored answer has this id, or another key made it
         ├── UnknownUrl                404
         ├── MethodError          405
         ├── RequestTimeout            408  the request's deadline passed, or it stopped coming
+        ├── AnotherModel              409  a stored answer can be told by the model alone that made it
+        ├── Cancellation              409  another request cancelled or deleted the answer
         ├── RequestTooLarge           413
         ├── UnsupportedMediaType      415  a content coding or charset that isn't decoded
         ├── HeadTooLarge              431
@@ -173,6 +177,44 @@ class ModelNotFound(RequestError):
     status = 404
     type = "not_found_error"
     code = "model_not_found"
+
+
+class PreviousNotFound(RequestError):
+    """The response to go on from isn't stored."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "previous_response_not_found"
+
+
+class AnswerNotFound(RequestError):
+    """There is no stored answer of this id, or it belongs to another API key."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class AnotherModel(RequestError):
+    """A stored answer can't be told or gone on with: the model that is served isn't the one that makes it."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "another_model"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
+
+
+class Cancellation(RequestError):
+    """Another request has cancelled or deleted the answer that this one waits for."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "cancelled"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
 
 
 class UnknownUrl(RequestError):

@@ -127,6 +127,7 @@ class JournalSettings(BaseModel):
     )
     journal_days: float = Field(30, gt=0, le=36500, description="finished answers are kept for so many days")
     journal_bytes: int = Field(2**30, ge=2**20, description="bytes of them that are kept; the oldest go first")
+    store_responses: bool = Field(True, description="keep responses whose request doesn't say `store`")
 
 
 class Logs(BaseModel):
@@ -147,15 +148,6 @@ SIZES = (
     "kv_disk",
     "kv_disk_hourly",
 )
-
-
-GROUPS: dict[str, type[BaseModel]] = {
-    "model and network": Serving,
-    "limits": Limits,
-    "engine": EngineSettings,
-    "journal": JournalSettings,
-    "logs": Logs,
-}
 
 
 class Settings(Serving, Limits, EngineSettings, JournalSettings, Logs):

@@ -52,7 +52,7 @@ async def test_unknown_routes_and_methods_have_the_error_body() -> None:
     async with run_server() as site:
         for method, path, status, code in (
             ("POST", "/v1/no-such-thing", 404, "unknown_url"),
-            ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+            ("GET", "/v1/completions", 405, "method_not_allowed"),
             ("DELETE", "/v1/models", 405, "method_not_allowed"),
             ("GET", "/v1/models/nobody", 404, "model_not_found"),
             ("GET", "/v1/", 404, "unknown_url"),
@@ -62,7 +62,7 @@ async def test_unknown_routes_and_methods_have_the_error_body() -> None:
             assert answer.status_code == status, (method, path)
             assert ErrorBody.model_validate_json(answer.content).error.code == code
             assert answer.headers["content-type"] == "application/json"
-        assert (await site.client.get("/v1/chat/completions")).headers["allow"] == "POST"
+        assert (await site.client.get("/v1/completions")).headers["allow"] == "POST"
 
 
 async def test_a_request_that_is_no_http_has_the_error_body() -> None:

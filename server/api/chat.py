@@ -6,32 +6,34 @@ between is every protocol's (`prepare`, `respond`).
 
 from __future__ import annotations
 
-import secrets
-import time
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.context import AppContext, ServedModel
-from server.api.input import body, refusals, response_format, tools
+from server.api.input import body, own_input, refusals, response_format, tools
 from server.api.input.conversation import Conversation
+from server.api.input.identity import AnswerIdentity, StoreOptions
 from server.api.input.members import unknown
 from server.api.input.schema import ChatRequest
 from server.api.input.sequences import Bounds, predicted
 from server.api.input.turns import spoken, text_of
+from server.api.middleware.access import record_of
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.output.chat import ChatForm
 from server.api.output.options import Extras
-from server.api.output.respond import PreparedRequest, answer
+from server.api.output.respond import PreparedRequest
 from server.api.output.schema import ChatCompletion, ChatCompletionChunk
 from server.api.prepare import prepared
+from server.api.stored.answers import StoredAnswers
+from server.api.stored.respond import respond_kept
 from server.settings import Settings
 
 ENDPOINT = "chat"
+OFF = "off"
 
 
-def routes(served: AppContext, prefix: str) -> APIRouter:
+def routes(served: AppContext, answers: StoredAnswers, prefix: str) -> APIRouter:
     router = APIRouter(prefix=prefix, tags=["generation"])
 
     @router.post(
@@ -42,18 +44,39 @@ def routes(served: AppContext, prefix: str) -> APIRouter:
     )
     async def chat_completions(http: Request) -> Response:
         """The model's next turn of a conversation, whole or as an event stream."""
-        return await answer(served, http, ENDPOINT, prepare)
+        record_of(http.scope).endpoint = ENDPOINT
+        content = await body.read(http, served.settings.max_body_bytes)
+        bounds = Bounds.of(await served.known(), served.settings)
+        understood = await served.prepare(prepare, content, bounds)
+        return await respond_kept(served, answers, http, "chat", understood, content)
 
     return router
 
 
-def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequest:
-    """Bytes → sequences. Raises RequestError that names the field at fault."""
+def prepare(
+    served: ServedModel, content: bytes, bounds: Bounds, identity: AnswerIdentity | None = None
+) -> PreparedRequest:
+    """Bytes → sequences. Raises RequestError that names the field at fault. `identity`: of an answer that is stored
+    already."""
     request = body.validate(ChatRequest, content)
-    served.check_model(request.model)
+    store = None
+    if identity is None:
+        served.check_model(request.model)
+        identity = AnswerIdentity.draw("chatcmpl-", served.name)
+        store = store_options(request, served.settings, identity)
     refusals.check_chat(request, served.settings)
     said = conversation(request, served.settings)
-    return prepared(served, said, bounds, _form(request, said, served), unknown(request))
+    form = _form(request, said, served, identity)
+    return prepared(served, said, bounds, form, unknown(request), identity=identity, store=store)
+
+
+def store_options(request: ChatRequest, settings: Settings, identity: AnswerIdentity) -> StoreOptions | None:
+    """How the answer is kept; None where it isn't. A stored chat goes on without its client."""
+    if request.store is not True or settings.journal == OFF:
+        return None
+    told = own_input.metadata(request.metadata)
+    messages = own_input.encoded(own_input.of_chat(request, identity.id))
+    return StoreOptions(identity, True, True, told, messages)
 
 
 def conversation(request: ChatRequest, settings: Settings) -> Conversation:
@@ -77,12 +100,12 @@ def conversation(request: ChatRequest, settings: Settings) -> Conversation:
     )
 
 
-def _form(request: ChatRequest, said: Conversation, served: ServedModel) -> ChatForm:
+def _form(request: ChatRequest, said: Conversation, served: ServedModel, identity: AnswerIdentity) -> ChatForm:
     head = {
-        "id": "chatcmpl-" + secrets.token_hex(12),
+        "id": identity.id,
         "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": served.name,
+        "created": identity.created,
+        "model": identity.model,
         "system_fingerprint": served.build,
     }
     top = None

@@ -17,7 +17,14 @@ from starlette.responses import Response
 
 from server.api.input.messages_schema import MessagesPrompt, MessagesRequest
 from server.api.input.responses_schema import ResponsesRequest
-from server.api.input.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TemplateRequest, TokenizeRequest
+from server.api.input.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    MetadataRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
 from server.api.output.messages_schema import AnthropicErrorBody, MessageEvent
 from server.api.output.responses_schema import ResponseEvent
 from server.api.output.schema import ChatCompletionChunk, ErrorBody, TextCompletion
@@ -32,6 +39,7 @@ REQUESTS: list[type[BaseModel]] = [
     ResponsesRequest,
     MessagesRequest,
     MessagesPrompt,
+    MetadataRequest,
 ]
 CHUNKS: list[type[BaseModel]] = [
     ChatCompletionChunk,
@@ -46,12 +54,13 @@ REASONS = {
     403: "the Host or Origin header names a foreign place",
     404: "no such model or URL",
     405: "no such method",
+    409: "the model that is served didn't make this answer",
     408: "the deadline has passed, or the request stopped coming",
     413: "the body is too large",
     415: "the body's content coding or charset isn't decoded",
     429: "too many requests wait already",
     500: "the server made a mistake, or this generation can't go on",
-    503: "no engine is ready, or the server is about to end",
+    503: "no engine is ready, the server is about to end, or what should be stored can't be",
 }
 GENERATION = (400, 404, 408, 413, 415, 429, 503)
 

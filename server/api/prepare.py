@@ -13,6 +13,7 @@ from typing import TypeVar
 from server.api.context import ServedModel
 from server.api.input import generic_tools, tools
 from server.api.input.conversation import Conversation
+from server.api.input.identity import AnswerIdentity, StoreOptions
 from server.api.input.sequences import Bounds, most_tokens, sequences, truncated
 from server.api.input.tools import FormConstraint
 from server.api.output.respond import PreparedRequest, ProtocolFormat
@@ -27,10 +28,18 @@ Result = TypeVar("Result")
 
 
 def prepared(
-    served: ServedModel, conversation: Conversation, bounds: Bounds, form: ProtocolFormat, unknown: list[str]
+    served: ServedModel,
+    conversation: Conversation,
+    bounds: Bounds,
+    form: ProtocolFormat,
+    unknown: list[str],
+    *,
+    identity: AnswerIdentity | None = None,
+    store: StoreOptions | None = None,
 ) -> PreparedRequest:
     """All that is left is to do it. `form`: what the answer looks like on the wire; `unknown`: fields that nobody
-    knows. Raises RequestError that names the field at fault."""
+    knows; `identity`: what the ids of calls follow from; `store`: how the answer is kept. Raises RequestError that
+    names the field at fault."""
     asked = conversation.sampling
     prompt = render(served.tokenizer, conversation, most_tokens(asked, bounds))
     bounds.check_ids(prompt.ids, conversation.param)
@@ -52,8 +61,8 @@ def prepared(
         grammar=grammar,
         marks=marks,
     )
-    texts = [_text(served.tokenizer, conversation, prompt, one, constraint, bounds) for one in made]
-    return PreparedRequest(asked, made, texts, form, unknown)
+    texts = [_text(served.tokenizer, conversation, prompt, one, constraint, bounds, identity) for one in made]
+    return PreparedRequest(asked, made, texts, form, unknown, store)
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation, most: int | None = None) -> ChatPrompt:
@@ -118,8 +127,12 @@ def _text(
     sequence: TokenSequence,
     constraint: FormConstraint | None,
     bounds: Bounds,
+    identity: AnswerIdentity | None,
 ) -> TextState:
     asked = conversation.sampling
+    call_seed = ""
+    if identity is not None:
+        call_seed = identity.call_seed(sequence.choice)
     return TextState(
         tokenizer,
         stops=[stop for stop in asked.stop or [] if stop],
@@ -129,6 +142,7 @@ def _text(
         continues=conversation.continues,
         show_special=asked.shows_special,
         earlier_calls=list(conversation.call_ids()),
+        call_seed=call_seed,
         rows=bounds.vocabulary,
         follows=constraint is not None,
         reasons=constraint is not None and constraint.reasons,

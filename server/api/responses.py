@@ -1,21 +1,20 @@
 """POST /v1/responses.
 
 Owns the understanding of a Responses request, and what its answer repeats of it. Both happen in the worker thread; what
-lies between is every protocol's (`prepare`, `respond`). Never stores a response.
+lies between is every protocol's (`prepare`, `respond`), and the keeping of a response is `api/stored`'s.
 """
 
 from __future__ import annotations
 
-import secrets
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.context import AppContext, ServedModel
-from server.api.input import body, response_format, responses_input, responses_tools, tools
+from server.api.input import body, own_input, response_format, responses_input, responses_tools, tools
 from server.api.input.conversation import Conversation
+from server.api.input.identity import AnswerIdentity, StoreOptions
 from server.api.input.members import unknown
 from server.api.input.refusals import check_unoffered
 from server.api.input.response_format import AnswerForm
@@ -23,21 +22,27 @@ from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.responses_tools import Identities
 from server.api.input.schema import Wire, generation
 from server.api.input.sequences import Bounds
+from server.api.middleware.access import record_of
+from server.api.middleware.security import owner_of
 from server.api.openapi import GENERATION, errors, events
 from server.api.openapi import body as documented
-from server.api.output.respond import PreparedRequest, answer
+from server.api.output.respond import PreparedRequest
 from server.api.output.responses import ResponsesForm
 from server.api.output.responses_schema import ResponseEvent, ResponseObject
 from server.api.prepare import prepared
-from server.errors import InvalidValue
+from server.api.stored.answers import StoredAnswers
+from server.api.stored.earlier import resolved, shifted
+from server.api.stored.respond import respond_kept
+from server.errors import InvalidValue, UnsupportedParameter
 from server.settings import Settings
 
 ENDPOINT = "responses"
+OFF = "off"
 SEALED_THOUGHTS = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
 
-def routes(served: AppContext, prefix: str) -> APIRouter:
+def routes(served: AppContext, answers: StoredAnswers, prefix: str) -> APIRouter:
     router = APIRouter(prefix=prefix, tags=["generation"])
 
     @router.post(
@@ -48,18 +53,70 @@ def routes(served: AppContext, prefix: str) -> APIRouter:
     )
     async def create_response(http: Request) -> Response:
         """The model's next turn of a conversation of items, whole or as an event stream."""
-        return await answer(served, http, ENDPOINT, prepare)
+        return await create(served, answers, http)
 
     return router
 
 
-def prepare(served: ServedModel, content: bytes, bounds: Bounds) -> PreparedRequest:
-    """Bytes → sequences. Raises RequestError that names the field at fault."""
+async def create(served: AppContext, answers: StoredAnswers, http: Request) -> Response:
+    """The HTTP answer to a request for a response. Raises RequestError before the first byte."""
+    record_of(http.scope).endpoint = ENDPOINT
+    sent = await body.read(http, served.settings.max_body_bytes)
+    bounds = Bounds.of(await served.known(), served.settings)
+    content, earlier = await resolved(answers, sent, owner_of(http.scope))
+    understood = await shifted(served.prepare(prepare, content, bounds, None, earlier), earlier)
+    return await respond_kept(served, answers, http, "response", understood, content)
+
+
+def prepare(
+    served: ServedModel,
+    content: bytes,
+    bounds: Bounds,
+    identity: AnswerIdentity | None = None,
+    earlier: int = 0,
+) -> PreparedRequest:
+    """Bytes → sequences. Raises RequestError that names the field at fault.
+
+    `identity`: of an answer that is stored already. `earlier`: how many of the input's items are those of the previous
+    response.
+    """
     request = body.validate(ResponsesRequest, content)
-    served.check_model(request.model)
+    if identity is None:
+        served.check_model(request.model)
+        identity = AnswerIdentity.draw("resp_", served.name)
+        store = store_options(request, served.settings, identity, earlier)
+        keeps = store is not None
+    else:
+        store = None
+        keeps = True
     check(request)
     said, identities = conversation(request, served.settings)
-    return prepared(served, said, bounds, _form(request, said, identities, served), unknown(request))
+    form = _form(_head(request, identity, keeps), request, said, identities, served)
+    return prepared(served, said, bounds, form, unknown(request), identity=identity, store=store)
+
+
+def store_options(
+    request: ResponsesRequest, settings: Settings, identity: AnswerIdentity, earlier: int
+) -> StoreOptions | None:
+    """How the answer is kept; None where it isn't. Raises for a background response that isn't stored."""
+    background = bool(request.background)
+    wanted = request.store
+    if wanted is None:
+        wanted = settings.store_responses or background
+    if background and (not wanted or settings.journal == OFF):
+        why = "background needs `store: true`"
+        if wanted:
+            why = "background responses aren't offered: the server keeps no journal"
+        raise UnsupportedParameter(why, param="background")
+    if not wanted or settings.journal == OFF:
+        return None
+    own = own_input.encoded(own_input.of_response(request, identity.id, earlier))
+    explicit = bool(request.store) or background
+    return StoreOptions(identity, explicit, background, _texts(request.metadata), own)
+
+
+def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
+    return {key: str(value) for key, value in (metadata or {}).items()}
 
 
 def check(request: ResponsesRequest) -> None:
@@ -67,6 +124,8 @@ def check(request: ResponsesRequest) -> None:
     check_unoffered(request)
     if request.reasoning is not None:
         check_unoffered(request.reasoning, "reasoning.")
+    if request.background_options is not None:
+        check_unoffered(request.background_options, "background_options.")
 
 
 def conversation(request: ResponsesRequest, settings: Settings) -> tuple[Conversation, Identities]:
@@ -115,9 +174,11 @@ def _text_form(request: ResponsesRequest, settings: Settings) -> AnswerForm | No
 
 
 # ---------------------------------------------------------------- the answer
-def _form(request: ResponsesRequest, said: Conversation, identities: Identities, served: ServedModel) -> ResponsesForm:
+def _form(
+    head: dict[str, Any], request: ResponsesRequest, said: Conversation, identities: Identities, served: ServedModel
+) -> ResponsesForm:
     return ResponsesForm(
-        _head(request, served),
+        head,
         served.tokenizer,
         identities,
         top=_top_logprobs(request),
@@ -126,23 +187,23 @@ def _form(request: ResponsesRequest, said: Conversation, identities: Identities,
     )
 
 
-def _head(request: ResponsesRequest, served: ServedModel) -> dict[str, Any]:
-    """What the response object says from beginning to end."""
+def _head(request: ResponsesRequest, identity: AnswerIdentity, keeps: bool) -> dict[str, Any]:
+    """What the response object says from beginning to end. `keeps`: it is stored."""
     return {
-        "id": "resp_" + secrets.token_hex(12),
+        "id": identity.id,
         "object": "response",
-        "created_at": int(time.time()),
-        "model": served.name,
-        "background": False,
+        "created_at": identity.created,
+        "model": identity.model,
+        "background": bool(request.background),
         "error": None,
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": None, "summary": None} | _told(request.reasoning),
-        "store": False,
+        "store": keeps,
         "text": {"format": {"type": "text"}} | _told(request.text),
         "tool_choice": _choice(request),
         "tools": [_told(tool) for tool in request.tools or []],

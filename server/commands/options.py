@@ -17,7 +17,6 @@ COMMANDS = {
     "top": "show the same live, second by second",
     "ask": "ask a running server, or one that is started for the question, and print the answer as it comes",
     "models": "list the models on this machine and tell which of them fit its memory",
-    "config": "print a settings file with every setting, its meaning and its default",
 }
 
 
@@ -63,10 +62,6 @@ def _models_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command takes none."""
-
-
 def run(command: str, options: dict[str, Any]) -> int:
     """Carry out a command and return the exit code. Raises StartupError with the line to print."""
     try:
@@ -100,24 +95,10 @@ def _models(options: dict[str, Any]) -> int:
     return models.show(options["folder"], as_json=options["json"])
 
 
-def _config(options: dict[str, Any]) -> int:
-    from server.commands import settings_file
-
-    print(settings_file.example())
-    return 0
-
-
 _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "status": _status_arguments,
     "top": _remote_arguments,
     "ask": _ask_arguments,
     "models": _models_arguments,
-    "config": _no_arguments,
 }
-_RUN: dict[str, Callable[[dict[str, Any]], int]] = {
-    "status": _status,
-    "top": _top,
-    "ask": _ask,
-    "models": _models,
-    "config": _config,
-}
+_RUN: dict[str, Callable[[dict[str, Any]], int]] = {"status": _status, "top": _top, "ask": _ask, "models": _models}

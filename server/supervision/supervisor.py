@@ -86,7 +86,7 @@ class Supervisor:
             deadline: a time of `clock`.
             log: saves the ids; they are read only afterwards.
             generated: ids of each sequence from an earlier life of the server: it goes on after them.
-            background: a drain doesn't wait for it, as it goes on at the next start.
+            background: a drain doesn't wait for it, as it goes on at the next start; it has no time limit.
 
         Raises before any work: Draining, NotReady, ContextLengthError, ExceedsMemory, FatalPrompt, QueueFull.
         """
@@ -98,7 +98,7 @@ class Supervisor:
         for sequence in sequences:
             capacity.check(sequence)
             self._engines.convictions.check(sequence.prompt)
-        if deadline is None and (seconds := self._settings.request_timeout_seconds) is not None:
+        if deadline is None and not background and (seconds := self._settings.request_timeout_seconds) is not None:
             deadline = self.clock() + seconds
         return self._scheduler.enter(sequences, endpoint, deadline, log=log, generated=generated, background=background)
 

@@ -66,13 +66,15 @@ class TextState:
         show_special: bool = False,
         earlier_calls: Iterable[str] = (),
         new_id: Callable[[], str] | None = None,
+        call_seed: str = "",
         rows: int | None = None,
         follows: bool = False,
         reasons: bool = True,
     ) -> None:
         """`chat`: look for reasoning and, if there are `tools`, for calls. `reasoning`: the prompt opened a block.
-        `continues`: it ends inside the answer's content. `stop_ids` end the answer and are no part of it.
-        `earlier_calls`: ids that the conversation's calls have already. `rows`: how many ids the model has logits for,
+        `continues`: it ends inside the answer's content. `stop_ids` end the answer and aren't part of it.
+        `earlier_calls`: ids that the conversation's calls have already. `call_seed`: what new ids follow from; without
+        it they are random. `rows`: how many ids the model has logits for,
         if not for all. `follows`: the answer follows a grammar; `reasons`: which lets it open a block of reasoning."""
         tags = tokenizer.tags(rows)
         states = None
@@ -90,10 +92,8 @@ class TextState:
         self._stop_ids = frozenset(stop_ids)
         self._show_special = show_special
         self._tools = tools
-        parser = ""
-        if tokenizer.tool_format:
-            parser = tokenizer.tool_format.name
-        self._ids = CallIds(parser, earlier_calls, new_id)
+        parser = tokenizer.tool_format.name if tokenizer.tool_format else ""
+        self._ids = CallIds(parser, earlier_calls, new_id, seed=call_seed)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         is_json = tokenizer.tool_format is not None and tokenizer.tool_format.is_json
         self._channels = Channels(edges, first, tags, strings=follows and is_json)

@@ -25,7 +25,7 @@ from server.api.output.choices import Choice
 from server.api.output.messages import SIGNATURE, MessagesForm
 from server.api.output.messages_schema import AnthropicErrorBody, AnthropicMessage
 from server.ipc.sequence import Sampling, TokenSequence
-from server.supervision.generation import Generation, GenerationDelta
+from server.supervision.generation import GenerationDelta
 from server.text.detokenizer import TextState
 
 TOOLS: list[dict[str, Any]] = [
@@ -249,7 +249,7 @@ class Reader:
     def begin(self) -> Choice:
         tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
         text = TextState(self._tokenizer, tools=tools)
-        return Choice(0, Generation(0, 0, self.sequence, None), text)  # type: ignore[arg-type]
+        return Choice(0, self.sequence, text)  # type: ignore[arg-type]
 
     def read(self, cuts: list[int]) -> tuple[bytes, dict[str, Any]]:
         """The bytes of a stream, and the plain answer to the same news."""

@@ -30,7 +30,7 @@ from server.api.prepare import render
 from server.api.responses import conversation
 from server.ipc.sequence import Sampling, TokenSequence
 from server.settings import load
-from server.supervision.generation import Generation, GenerationDelta
+from server.supervision.generation import GenerationDelta
 from server.text.detokenizer import TextState
 from server.text.tokenizer import Tokenizer
 
@@ -363,7 +363,7 @@ class Reader:
             "patch": ToolIdentity("custom", "patch"),
         }
         form = ResponsesForm({"id": "resp_1"}, tokenizer(), names, top=None, seals=True, only_calls=False)
-        return Choice(0, Generation(0, 0, self.sequence, None), text), form  # type: ignore[arg-type]
+        return Choice(0, self.sequence, text), form
 
 
 WORDS = st.text('abc \n"\\{}<>/é😀', max_size=8)

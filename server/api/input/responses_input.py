@@ -86,7 +86,7 @@ class _Talk:
             call = _needed(item.call_id, "call_id", kind, where)
             self.messages.append({"role": "tool", "content": output, "tool_call_id": call})
         elif kind == "item_reference":
-            message = f"{where}: there is no item {(item.id or '')[:100]!r}: responses aren't stored"
+            message = f"{where}: there is no stored item {(item.id or '')[:100]!r}"
             raise InvalidValue(message, param=f"{where}.id")
         else:
             raise UnsupportedParameter(f"{where}: items of type {kind[:50]!r} aren't offered", param=f"{where}.type")

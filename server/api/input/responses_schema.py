@@ -33,7 +33,6 @@ HOSTED = frozenset({  # items that tell of tools on OpenAI's servers, or of clie
     "local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools",
     "shell_call", "shell_call_output", "tool_search_call", "tool_search_output", "web_search_call",
 })  # fmt: skip
-STORED = "responses aren't stored"
 
 
 class InputPart(Wire):
@@ -171,6 +170,12 @@ class ResponseStreamOptions(Wire):
     include_obfuscation: bool | None = Field(None, description=IGNORED + ": nothing is added")
 
 
+class BackgroundOptions(Wire):
+    """Options of a background response."""
+
+    completion_window: Annotated[Any, UnofferedField(("soonest",), "an answer begins as soon as there is room")] = None
+
+
 class ResponsesRequest(SamplingFields):
     """Body of POST /v1/responses."""
 
@@ -196,13 +201,27 @@ class ResponsesRequest(SamplingFields):
         None, description="variables for the chat template", examples=[{"enable_thinking": False}]
     )
     stream_options: ResponseStreamOptions | None = Field(None, description="options of a stream")
-    background: Annotated[
-        Any, UnofferedField((False,), STORED, "background responses aren't offered: responses aren't stored")
+    store: bool | None = Field(
+        None, description="keep the response, so that it can be asked for; absent: as `--store-responses` says"
+    )
+    background: bool | None = Field(
+        None, description="go on without the client, and over restarts of the server; only of stored responses"
+    )
+    background_options: BackgroundOptions | None = Field(None, description="options of a background response")
+    previous_response_id: str | None = Field(
+        None,
+        description="a stored response that this one goes on from: its input and output come before `input`; its "
+        "`instructions` don't",
+        examples=["resp_0123456789abcdef01234567"],
+    )
+    conversation: Annotated[
+        Any,
+        UnofferedField(
+            (),
+            "`previous_response_id` goes on from a response",
+            "`conversation` isn't offered; use `previous_response_id`",
+        ),
     ] = None
-    previous_response_id: Annotated[
-        Any, UnofferedField((), STORED, "previous_response_id isn't offered: responses aren't stored; send all items")
-    ] = None
-    conversation: Annotated[Any, UnofferedField((), STORED)] = None
     prompt: Annotated[Any, UnofferedField((), "there are no stored prompts")] = None
     truncation: Annotated[
         Any,
@@ -210,7 +229,6 @@ class ResponsesRequest(SamplingFields):
     ] = None
     context_management: Annotated[Any, UnofferedField(([],), "the server doesn't compact")] = None
     moderation: Annotated[Any, UnofferedField((), "the server doesn't moderate")] = None
-    store: Any = Field(None, description=IGNORED + "; nothing is stored, and the answer says so")
     metadata: dict[str, Any] | None = Field(None, description="comes back with the answer")
     max_tool_calls: Any = Field(None, description=IGNORED + ": it limits hosted tools")
     service_tier: Any = Field(None, description=IGNORED)

@@ -611,8 +611,10 @@ class ChatRequest(GenerationRequest):
     function_call: Annotated[
         Any, UnofferedField((), "use `tool_choice`", "`function_call` isn't offered; use `tool_choice`")
     ] = None
-    store: Any = Field(None, description=IGNORED + "; nothing is stored")
-    metadata: Any = Field(None, description=IGNORED)
+    store: Any = Field(
+        None, description="true: the answer is kept and goes on without its client; else nothing is stored"
+    )
+    metadata: Any = Field(None, description="with `store`: up to 16 texts that the answer is kept with")
     service_tier: Any = Field(None, description=IGNORED)
     safety_identifier: Any = Field(None, description=IGNORED)
     prompt_cache_key: Any = Field(None, description=IGNORED)
@@ -633,6 +635,12 @@ class ChatRequest(GenerationRequest):
         """Whether the answer comes with its reasoning."""
         excluded = self.reasoning is not None and self.reasoning.exclude is True
         return self.include_reasoning is not False and not excluded
+
+
+class MetadataRequest(Wire):
+    """Body of POST /v1/chat/completions/{id}."""
+
+    metadata: dict[str, Any] | None = Field(None, description="up to 16 texts; they replace those there were")
 
 
 class CompletionRequest(GenerationRequest):

@@ -26,6 +26,7 @@ OPEN_FOLDER = "/page/"  # the live page's files, which say nothing of the server
 _HOST = re.compile(
     r"([a-z0-9._~!$&'()*+,;=%-]*|\[[0-9a-f:.]+\])(:[0-9]*)?|[0-9a-f:.]*"
 )  # the last one without brackets
+OWNER = "marathon.owner"  # in a request's scope: of whom the stored answers are that it may see
 WILDCARDS = frozenset({"0.0.0.0", "::"})
 
 
@@ -84,7 +85,7 @@ class Keys:
             self._open = OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (self._is_open(scope["path"]) or self._accepts(Headers(scope=scope))):
+        if scope["type"] == "http" and not (self._is_open(scope["path"]) or self._accepts(scope)):
             error = InvalidApiKey("A valid API key is needed: send it as `Authorization: Bearer <key>` or `X-Api-Key`")
             await refusal(scope, error)(scope, receive, send)
         else:
@@ -93,13 +94,16 @@ class Keys:
     def _is_open(self, path: str) -> bool:
         return path in self._open or path.startswith(OPEN_FOLDER)
 
-    def _accepts(self, headers: Headers) -> bool:
+    def _accepts(self, scope: Scope) -> bool:
+        """Whether the request has a key that is accepted; its owner is noted in the scope."""
         if not self._digests:
             return True
+        headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = digest(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip())
         # Every key is compared, each in constant time: the answer's timing says nothing about any of them.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
+        scope[OWNER] = given.hex()
         return any(matches)
 
 
@@ -113,6 +117,11 @@ class Cors(CORSMiddleware):
         error = InvalidValue(bytes(response.body).decode())
         headers = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
         return JSONResponse(error.body(), error.status, headers)
+
+
+def owner_of(scope: Scope) -> str:
+    """Who a stored answer belongs to: a digest of the key, or nothing where no keys are configured."""
+    return str(scope.get(OWNER, ""))
 
 
 def digest(key: str) -> bytes:

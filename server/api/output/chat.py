@@ -35,6 +35,8 @@ class ChatForm(DataEvents):
         echo: str,
         verbose: bool,
     ) -> None:
+        self.ended: float | None = None
+        self.final: dict[str, Any] = {}
         self._head = head
         self._tokenizer = tokenizer
         self._extras = extras
@@ -112,6 +114,19 @@ class ChatForm(DataEvents):
         if not self._extras.usage:
             return DONE
         return event(self._head | {"choices": [], "usage": usage} | self._extras.times(choices[0])) + DONE
+
+    # ---------------------------------------------------------------- an answer that is kept
+    def started(self, choices: list[Choice]) -> bytes:
+        return b""
+
+    def broken(self, error: dict[str, Any], choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        return event({"error": error})
+
+    def cancelled(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        return event({"error": {"message": "The answer was deleted.", "code": "cancelled"}})
+
+    def sign_of_life(self, comment: bytes, number: int) -> bytes:
+        return comment
 
     # ---------------------------------------------------------------- plain
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:

@@ -28,9 +28,10 @@ class ScoredToken:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer of a request; mutable, owned by the `Reply` that reads it.
+    """One answer of a request; mutable, owned by whatever reads its news.
 
     Attributes:
+        generation: its timing, while a request waits for it.
         scored: tokens with log probabilities that no chunk has shown yet.
         undecided: of all scored ones, those that may still become text.
         ids: tokens that no chunk has told yet, where ids are asked for; with the one that ended the answer.
@@ -38,8 +39,9 @@ class Choice:
     """
 
     index: int
-    generation: Generation
+    sequence: TokenSequence
     text: TextState
+    generation: Generation | None = None
     finish: str | None = None
     cached: int = 0
     begun: bool = False
@@ -49,10 +51,6 @@ class Choice:
     keeps_ids: bool = False
     prompt_logprobs: list[TokenLogprobs] | None = None
     answer: Answer = field(default_factory=Answer)
-
-    @property
-    def sequence(self) -> TokenSequence:
-        return self.generation.sequence
 
     def take(self, delta: GenerationDelta) -> list[Piece]:
         """What the news adds for the client to see."""
@@ -83,9 +81,7 @@ class Choice:
         """Tokens with log probabilities are read one by one, to know which are text."""
         if not delta.logprobs:
             return self.text.feed(delta.tokens)
-        stops: Sequence[int] = ()
-        if delta.finish == "stop":
-            stops = self.sequence.stop_ids
+        stops = self.sequence.stop_ids  # a drawn one ends the answer, whenever the end itself is told
         pieces: list[Piece] = []
         for token, found in zip(delta.tokens, delta.logprobs, strict=True):
             if self.text.stopped:
@@ -151,7 +147,7 @@ class Reply:
     ) -> None:
         self.live = live
         self.choices = [
-            Choice(i, generation, text, keeps_ids=keeps_ids)
+            Choice(i, generation.sequence, text, generation, keeps_ids=keeps_ids)
             for i, (generation, text) in enumerate(zip(live.generations, texts, strict=True))
         ]
         self._keepalive = keepalive
@@ -193,14 +189,18 @@ class Reply:
                 keep(choice, pieces)
 
     def usage(self, per_prompt: int = 1) -> dict[str, Any]:
-        """Token counts; the `per_prompt` choices of one prompt count it once."""
-        firsts = self.choices[::per_prompt]
-        prompt = sum(len(choice.sequence.prompt) for choice in firsts)
-        completion = sum(choice.text.tokens for choice in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in firsts)},
-            "completion_tokens_details": {"reasoning_tokens": sum(c.text.reasoning_tokens for c in self.choices)},
-        }
+        return usage_of(self.choices, per_prompt)
+
+
+def usage_of(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
+    """Token counts; the `per_prompt` choices of one prompt count it once."""
+    firsts = choices[::per_prompt]
+    prompt = sum(len(choice.sequence.prompt) for choice in firsts)
+    completion = sum(choice.text.tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in firsts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.text.reasoning_tokens for choice in choices)},
+    }

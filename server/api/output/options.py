@@ -12,6 +12,7 @@ from typing import Any
 from server.api.input.schema import GenerationRequest
 from server.api.output.choices import Choice
 from server.api.output.logprobs import LOWEST, Spelling, by_id
+from server.supervision.generation import Generation
 from server.text.tokenizer import Tokenizer
 
 
@@ -62,8 +63,8 @@ class Extras:
         return {}
 
     def times(self, choice: Choice) -> dict[str, Any]:
-        if self.timings:
-            return {"timings": timings(choice)}
+        if self.timings and choice.generation is not None:
+            return {"timings": timings(choice, choice.generation)}
         return {}
 
     def prompt_scores(self, choice: Choice, tokenizer: Tokenizer) -> list[dict[str, Any] | None] | None:
@@ -89,10 +90,9 @@ class Extras:
         }
 
 
-def timings(choice: Choice) -> dict[str, float]:
+def timings(choice: Choice, times: Generation) -> dict[str, float]:
     """How long the prompt and the tokens so far have taken, in llama.cpp's words. An answer's time begins with its
     first token, so that one has no speed yet."""
-    times = choice.generation
     drawn = choice.text.tokens
     read = len(choice.sequence.prompt) - choice.cached
     prompt = times.first - times.submitted

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from server.api.context import AppContext, ServedModel
 from server.api.input import body
+from server.api.input.identity import StoreOptions
 from server.api.input.schema import GenerationRequest, StreamOptions
 from server.api.input.sequences import Bounds
 from server.api.middleware.access import CallRecord, record_of
@@ -66,6 +67,7 @@ class PreparedRequest:
     Attributes:
         texts: one a sequence.
         unknown: fields that nobody knows.
+        store: how the answer is kept, if it is.
     """
 
     request: GenerationRequest
@@ -73,6 +75,7 @@ class PreparedRequest:
     texts: list[TextState]
     form: ProtocolFormat
     unknown: list[str]
+    store: StoreOptions | None = None
 
     def lean(self) -> PreparedRequest:
         """The same for another process: without what was sent and has been read."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from server.api.input.responses_tools import FUNCTION, Identities, ToolIdentity
 from server.api.output.choices import Choice
 from server.api.output.logprobs import entries
@@ -31,6 +33,10 @@ _CODES: tuple[tuple[type[RequestError], str], ...] = (
 class ResponsesForm:
     """Form of one request's answer; mutable, for its events are numbered and its items are kept.
 
+    Attributes:
+        ended: when the answer ended, in unix time; None: now.
+        final: the response object that its last event told.
+
     Args:
         head: what the response object says from beginning to end.
         identities: the client's tools by the names that the model has for them.
@@ -49,6 +55,8 @@ class ResponsesForm:
         seals: bool,
         only_calls: bool,
     ) -> None:
+        self.ended: float | None = None
+        self.final: dict[str, Any] = {}
         self._head = head
         self._tokenizer = tokenizer
         self._identities = identities
@@ -61,8 +69,17 @@ class ResponsesForm:
 
     # ---------------------------------------------------------------- a stream
     def first(self, choices: list[Choice]) -> bytes:
+        if self._head.get("background"):
+            waits = {"response": self._response(choices, "queued")}
+            return self._events([("response.created", waits), ("response.queued", waits)])
         begun = {"response": self._response(choices, "in_progress")}
         return self._events([("response.created", begun), ("response.in_progress", begun)])
+
+    def started(self, choices: list[Choice]) -> bytes:
+        """An engine has begun with it: told of answers in the background only, others are as good as begun."""
+        if not self._head.get("background"):
+            return b""
+        return self._events([("response.in_progress", {"response": self._response(choices, "in_progress")})])
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         data = b"".join([self._events(self._tell(choice, piece)) for piece in pieces])
@@ -73,18 +90,41 @@ class ResponsesForm:
     def alive(self, comment: bytes) -> bytes:
         """With an event, since some clients count only those. It repeats the last number: what is told doesn't depend
         on how long it took."""
-        told = {"type": "keepalive", "sequence_number": max(0, self._number - 1)}
+        return self.sign_of_life(comment, max(0, self._number - 1))
+
+    def sign_of_life(self, comment: bytes, number: int) -> bytes:
+        """The same for a reader whose last event had this number."""
+        told = {"type": "keepalive", "sequence_number": number}
         return comment + b"event: keepalive\ndata: " + encode(told) + b"\n\n"
 
     def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
-        response = self.whole(choices, usage)
-        return self._events([(f"response.{response['status']}", {"response": response})])
+        return self._end(self.whole(choices, usage))
 
     def failed(self, error: RequestError, choices: list[Choice], usage: dict[str, Any]) -> bytes:
-        code = next((code for kind, code in _CODES if isinstance(error, kind)), "server_error")
-        told = {"error": {"code": code, "message": error.message}}
-        response = self._response(choices, "failed", usage) | told
-        return self._events([("response.failed", {"response": response})])
+        return self.broken(error_of(error), choices, usage)
+
+    def broken(self, error: dict[str, Any], choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        """The end of an answer that failed; `error` as the response object tells it."""
+        data = self.interrupted()
+        return data + self._end(self._response(choices, "failed", usage) | {"error": error})
+
+    def cancelled(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        """The end of an answer that its client wanted no more of. OpenAI documents no such event; its webhooks have one
+        of this name."""
+        data = self.interrupted()
+        return data + self._end(self._response(choices, "cancelled", usage))
+
+    def interrupted(self) -> bytes:
+        """The end of the open item, which will get no more."""
+        return self._events(self._close("incomplete"))
+
+    def ending(self, answer: bytes, status: str) -> bytes:
+        """The last event again, from the response object that it told."""
+        return self._events([(f"response.{status}", {"response": msgspec.Raw(answer)})])
+
+    def _end(self, response: dict[str, Any]) -> bytes:
+        self.final = response
+        return self._events([(f"response.{response['status']}", {"response": response})])
 
     def _events(self, events: Iterable[Event]) -> bytes:
         data = b""
@@ -95,6 +135,21 @@ class ResponsesForm:
         return data
 
     # ---------------------------------------------------------------- plain
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
+
+    def snapshot(self, choices: list[Choice], status: str) -> dict[str, Any]:
+        """The response as it is now, the item that forms included."""
+        made = self._response(choices, status)
+        if self._open is not None:
+            made["output"].append(self._open.shape("in_progress"))
+        return made
+
+    def unstored(self) -> None:
+        """The answer can't be kept, and says so."""
+        self._head = self._head | {"store": False}
+
     def keep(self, choice: Choice, pieces: list[Piece]) -> None:
         self.chunks(choice, pieces)
 
@@ -107,7 +162,7 @@ class ResponsesForm:
         draws = choices[0].sequence.sampling
         completed = None
         if status == "completed":
-            completed = int(time.time())
+            completed = int(self.ended or time.time())
         return self._head | {
             "status": status,
             "completed_at": completed,
@@ -130,7 +185,7 @@ class ResponsesForm:
             case CallBegin(_, id, name):
                 yield from self._close("completed")
                 tool = self._identities.get(name) or ToolIdentity(FUNCTION, name)
-                yield from self._begin(call_item(len(self._done), id, tool))
+                yield from self._begin(call_item(self.id, len(self._done), id, tool))
             case CallArguments(_, text):
                 yield from self._more(text, [])
 
@@ -139,7 +194,10 @@ class ResponsesForm:
             return
         yield from self._close("completed")
         place = len(self._done)
-        yield from self._begin(MessageItem(place) if kind is MessageItem else ReasoningItem(place, seals=self._seals))
+        if kind is MessageItem:
+            yield from self._begin(MessageItem(self.id, place))
+        else:
+            yield from self._begin(ReasoningItem(self.id, place, seals=self._seals))
 
     def _begin(self, item: OutputItem) -> Iterable[Event]:
         self._open = item
@@ -160,7 +218,7 @@ class ResponsesForm:
     def _finish(self, choice: Choice) -> Iterable[Event]:
         """The end of the last item; an answer without a word is an empty message."""
         if self._open is None and not self._done:
-            yield from self._begin(MessageItem(0))
+            yield from self._begin(MessageItem(self.id, 0))
         status = "completed"
         if choice.finish == "length":
             status = "incomplete"
@@ -173,6 +231,12 @@ class ResponsesForm:
         scored = choice.take_scored_text()
         found: list[dict[str, Any]] = entries(self._tokenizer.spell, scored, self._top)["content"]
         return found
+
+
+def error_of(error: RequestError) -> dict[str, Any]:
+    """An error as the response object tells it."""
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), "server_error")
+    return {"code": code, "message": error.message}
 
 
 def usage_of(usage: dict[str, Any]) -> dict[str, Any]:

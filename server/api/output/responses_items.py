@@ -6,10 +6,10 @@ loop; one item is open at a time, owned by the `ResponsesForm` that numbers its 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from server.api.input.identity import item_id
 from server.api.input.responses_input import seal
 from server.api.input.responses_tools import CUSTOM, ToolIdentity, custom_input
 
@@ -18,12 +18,12 @@ Members = dict[str, Any]
 
 
 class OutputItem:
-    """An item; mutable until its end is told."""
+    """An item at a place of the response `answer`, whose id its own follows from; mutable until its end is told."""
 
     PREFIX: ClassVar[str] = ""
 
-    def __init__(self, place: int) -> None:
-        self.id = f"{self.PREFIX}_{secrets.token_hex(12)}"
+    def __init__(self, answer: str, place: int) -> None:
+        self.id = item_id(self.PREFIX, answer, place)
         self.text = ""
         self._place = place
 
@@ -78,8 +78,8 @@ class MessageItem(TextItem):
     PREFIX = "msg"
     EVENT = "output_text"
 
-    def __init__(self, place: int) -> None:
-        super().__init__(place)
+    def __init__(self, answer: str, place: int) -> None:
+        super().__init__(answer, place)
         self._logprobs: list[Members] = []
 
     def part(self) -> Members:
@@ -104,8 +104,8 @@ class ReasoningItem(TextItem):
     PREFIX = "rs"
     EVENT = "reasoning_text"
 
-    def __init__(self, place: int, *, seals: bool) -> None:
-        super().__init__(place)
+    def __init__(self, answer: str, place: int, *, seals: bool) -> None:
+        super().__init__(answer, place)
         self._seals = seals
 
     def part(self) -> Members:
@@ -130,8 +130,8 @@ class FunctionCallItem(OutputItem):
 
     PREFIX = "fc"
 
-    def __init__(self, place: int, call_id: str, tool: ToolIdentity) -> None:
-        super().__init__(place)
+    def __init__(self, answer: str, place: int, call_id: str, tool: ToolIdentity) -> None:
+        super().__init__(answer, place)
         self._call_id = call_id
         self._tool = tool
 
@@ -163,8 +163,8 @@ class CustomCallItem(OutputItem):
 
     PREFIX = "ctc"
 
-    def __init__(self, place: int, call_id: str, tool: ToolIdentity) -> None:
-        super().__init__(place)
+    def __init__(self, answer: str, place: int, call_id: str, tool: ToolIdentity) -> None:
+        super().__init__(answer, place)
         self._call_id = call_id
         self._tool = tool
         self._arguments = ""
@@ -194,8 +194,8 @@ class CustomCallItem(OutputItem):
         yield from super().end(status)
 
 
-def call_item(place: int, call_id: str, tool: ToolIdentity) -> OutputItem:
+def call_item(answer: str, place: int, call_id: str, tool: ToolIdentity) -> OutputItem:
     """A call of the kind that the client declared."""
     if tool.kind == CUSTOM:
-        return CustomCallItem(place, call_id, tool)
-    return FunctionCallItem(place, call_id, tool)
+        return CustomCallItem(answer, place, call_id, tool)
+    return FunctionCallItem(answer, place, call_id, tool)

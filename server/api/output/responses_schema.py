@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from server.api.output.schema import CompletionDetails, Shape, TokenLogprob
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -79,9 +79,9 @@ class ResponseObject(Shape):
     model: str
     output: list[ResponseItem]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, Any]
-    store: bool = Field(description="always false")
+    store: bool = Field(description="the response is kept and can be asked for by its id")
     temperature: float
     text: dict[str, Any]
     tool_choice: Any
@@ -90,6 +90,33 @@ class ResponseObject(Shape):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
+
+
+class DeletedResponse(Shape):
+    """Answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ListedItem(Shape):
+    """An item as a client sent it; what it has besides depends on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+
+
+class InputItemList(Shape):
+    """Answer of GET /v1/responses/{id}/input_items."""
+
+    object: Literal["list"]
+    data: list[ListedItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponseEvent(Shape):

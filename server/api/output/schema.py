@@ -166,6 +166,74 @@ class ChatCompletionChunk(Shape):
     verbose: Verbose | None = Field(None, alias="__verbose", description="in the first event, with `verbose`")
 
 
+class StoredChoice(Shape):
+    index: int
+    message: AnswerMessage
+    finish_reason: ChatFinish | None = Field(description="null where it has not come to an end")
+    logprobs: ChatLogprobs | None
+    token_ids: list[int] | None = Field(description="with `return_token_ids`")
+
+
+class StoredError(Shape):
+    code: str
+    message: str
+
+
+class StoredChat(Shape):
+    """Answer of GET /v1/chat/completions/{id}: the completion, its metadata, and its error if it has failed."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[StoredChoice]
+    metadata: dict[str, str]
+    error: StoredError | None = None
+    system_fingerprint: str | None = None
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    timings: Timings | None = None
+    verbose: Verbose | None = Field(None, alias="__verbose")
+
+
+class ChatList(Shape):
+    """Answer of GET /v1/chat/completions."""
+
+    object: Literal["list"]
+    data: list[StoredChat]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class StoredMessage(Shape):
+    """A message as a client sent it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    role: str
+
+
+class MessageList(Shape):
+    """Answer of GET /v1/chat/completions/{id}/messages."""
+
+    object: Literal["list"]
+    data: list[StoredMessage]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedChat(Shape):
+    """Answer of DELETE /v1/chat/completions/{id}."""
+
+    object: Literal["chat.completion.deleted"]
+    id: str
+    deleted: Literal[True]
+
+
 # ---------------------------------------------------------------- text completions
 class TextLogprobs(Shape):
     tokens: list[str]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import msgspec
@@ -19,7 +19,6 @@ from starlette.types import Message, Receive, Scope, Send
 from server.api.middleware.access import FILLER, UNSENT, cut, record_of
 from server.api.output.choices import Choice
 from server.errors import RequestError
-from server.supervision.generation import GenerationHandle
 from server.text.detokenizer import Piece
 
 DONE = b"data: [DONE]\n\n"
@@ -50,8 +49,15 @@ class DataEvents:
         return event(error.body())
 
 
+class EventSource(Protocol):
+    """What makes the events of a stream, such as a `GenerationHandle`."""
+
+    def close(self) -> None:
+        """Its reader has left, before the end or after it."""
+
+
 class EventStream(EventSourceResponse):
-    """Streams `frames` of `live`, if they are a generation's, and leaves `live` however the stream ends.
+    """Streams `frames` of `live`, if they have a source that is left with them, and leaves it however the stream ends.
 
     sse-starlette brings the race between stream and disconnect. Its ping is off: a sign of life is the business of
     whoever reads the news. Its watch for the server's end is off, too: it would cut streams that a drain still lets
@@ -59,7 +65,7 @@ class EventStream(EventSourceResponse):
     reader that takes a little at a time is none: what its machine acknowledges counts, not what makes room here.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], live: GenerationHandle | None, patience: float) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes, None], live: EventSource | None, patience: float) -> None:
         super().__init__(frames, ping=0, headers={"Cache-Control": "no-cache, no-store"})
         del self.headers["connection"]  # HTTP/1.0 clients get another
         self._live = live

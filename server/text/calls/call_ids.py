@@ -6,6 +6,7 @@ belongs to one answer and runs on the event loop. Never looks at what is called.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import string
@@ -25,14 +26,24 @@ def random_id() -> str:
 class CallIds:
     """Gives each call an id that neither this answer nor the conversation before it has; mutable, owned by the answer.
 
-    `parser` is the name of the model's tool format, `earlier` are the ids of the conversation.
+    `parser` is the name of the model's tool format, `earlier` are the ids of the conversation. With a `seed` the same
+    answer gets the same ids whenever it is read.
     """
 
-    def __init__(self, parser: str = "", earlier: Iterable[str] = (), new_id: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self,
+        parser: str = "",
+        earlier: Iterable[str] = (),
+        new_id: Callable[[], str] | None = None,
+        *,
+        seed: str = "",
+    ) -> None:
         self._taken = set(earlier)
         self._counts = parser == "kimi_k2"
         self._short = parser == "mistral"
-        self._new_id = new_id or (_short_id if self._short else random_id)
+        self._seed = seed
+        self._drawn = 0
+        self._make = new_id
         self._next = 1 + max((int(m["number"]) for m in map(_COUNTED.fullmatch, self._taken) if m), default=-1)
 
     def take(self, name: str, given: object = None) -> str:
@@ -62,6 +73,23 @@ class CallIds:
         while chosen in self._taken:
             chosen = self._new_id()
         return chosen
+
+    def _new_id(self) -> str:
+        if self._make is not None:
+            return self._make()
+        if self._seed:
+            return self._seeded()
+        if self._short:
+            return _short_id()
+        return random_id()
+
+    def _seeded(self) -> str:
+        """The next id that follows from the seed."""
+        self._drawn += 1
+        digits = hashlib.sha256(f"{self._seed} {self._drawn}".encode()).hexdigest()
+        if self._short:
+            return digits[:_MISTRAL_LENGTH]
+        return "call_" + digits[:24]
 
 
 def _short_id() -> str:
