@@ -147,7 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(options: dict[str, Any]) -> int:
     """The exit code."""
     command = options.pop("command")
-    config = options.pop("config", None)
     if command is None:
         parser().print_help()
         return 0
@@ -155,6 +154,7 @@ def _run(options: dict[str, Any]) -> int:
         return certify(options)
     if command in people.COMMANDS:
         return people.run(command, options)
+    config = options.pop("config", None)
     run(command, read_sources(options, config))
     return 0
 

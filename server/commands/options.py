@@ -10,12 +10,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 COMMANDS = {
     "status": "print the verdict on a running server, its figures and its running generations",
     "top": "show the same live, second by second",
     "ask": "ask a running server, or one that is started for the question, and print the answer as it comes",
+    "cache": "show the KV that is kept on disk, or clear it",
     "models": "list the models on this machine and tell which of them fit its memory",
 }
 
@@ -62,6 +64,13 @@ def _models_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
+def _cache_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("act", nargs="?", choices=("show", "clear"), default="show", help="[show]")
+    parser.add_argument("--folder", type=Path, metavar="PATH", help="where it lies [as the settings say]")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
 def run(command: str, options: dict[str, Any]) -> int:
     """Carry out a command and return the exit code. Raises StartupError with the line to print."""
     try:
@@ -95,10 +104,24 @@ def _models(options: dict[str, Any]) -> int:
     return models.show(options["folder"], as_json=options["json"])
 
 
+def _cache(options: dict[str, Any]) -> int:
+    from server.commands import cache
+
+    act = {"show": cache.show, "clear": cache.clear}[options["act"]]
+    return act(options["config"], options["folder"], as_json=options["json"])
+
+
 _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "status": _status_arguments,
     "top": _remote_arguments,
     "ask": _ask_arguments,
     "models": _models_arguments,
+    "cache": _cache_arguments,
 }
-_RUN: dict[str, Callable[[dict[str, Any]], int]] = {"status": _status, "top": _top, "ask": _ask, "models": _models}
+_RUN: dict[str, Callable[[dict[str, Any]], int]] = {
+    "status": _status,
+    "top": _top,
+    "ask": _ask,
+    "models": _models,
+    "cache": _cache,
+}

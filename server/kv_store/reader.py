@@ -10,6 +10,7 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
+from server.errors import one_line
 from server.kv_store.files.index import Entry, Route
 from server.kv_store.files.keys import KeyChain
 from server.kv_store.files.record import DamagedFile
@@ -123,8 +124,14 @@ class KVReader:
             return False
         try:
             assembly.add(*self._store.read(entry, fetch.chain.tokens))
-        except DamagedFile as damage:
-            self._store.discard(entry, damage)
+        except Exception as error:  # a head may be whole and say anything
+            self._store.discard(entry, _damage(error))
             return False
         fetch.files_read += 1
         return True
+
+
+def _damage(error: Exception) -> DamagedFile:
+    if isinstance(error, DamagedFile):
+        return error
+    return DamagedFile("format", one_line(error))

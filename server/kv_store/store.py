@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ class Store:
         DamagedFile if it can't be used."""
         began = time.perf_counter()
         try:
-            raw = entry.path.read_bytes()
+            raw = _contents(entry.path, entry.size)
         except FileNotFoundError:
             raise DamagedFile("missing") from None
         except OSError as error:
@@ -224,6 +225,17 @@ class Store:
                 self._index.drop(entry.path)
             with contextlib.suppress(OSError):
                 entry.path.unlink(missing_ok=True)
+
+
+def _contents(path: Path, size: int) -> bytes:
+    """Read a regular file of `size` bytes. Raises OSError, and DamagedFile for one that isn't as it was: something else
+    in its place may be endless, or never open."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(file, "rb") as stream:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+            raise DamagedFile("format", f"{found.st_size} bytes in the place of {size}")
+        return stream.read(size)
 
 
 def repeated_ids(tokens: list[int], start: int, end: int) -> tuple[int, ...]:

@@ -9,13 +9,14 @@ from server.kv_store.files import folder
 from server.kv_store.files.folder import FolderLock, Name
 
 NAME = Name("piece", 0, 256, b"\x01" * 16, b"\x02" * 16, 0b101)
+MODEL = "0123456789abcdef" * 2
 
 
 def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def write(home, name, size=10, model="m1"):
+def write(home, name, size=10, model=MODEL):
     (home / model).mkdir(exist_ok=True, parents=True)
     (home / model / str(name)).write_bytes(b"x" * size)
 
@@ -60,7 +61,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
 
 
 def test_usage_counts_each_prefix_once(tmp_path):
-    folder.note_model(tmp_path / "m1", "tiny")
+    folder.note_model(tmp_path / MODEL, "tiny")
     write(tmp_path, NAME, 100)
     write(tmp_path, Name("piece", 0, 256, NAME.origin, NAME.key, 0b1), 50)
     write(tmp_path, Name("state", 256, 256, NAME.key, NAME.key, 0b10), 7)
@@ -84,9 +85,23 @@ def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
 
 
 def test_half_written_files_of_a_killed_writer_are_swept(tmp_path):
-    (tmp_path / "m1").mkdir()
-    (tmp_path / "m1" / "piece.part").write_bytes(b"x")
+    (tmp_path / MODEL).mkdir()
+    (tmp_path / MODEL / "piece.part").write_bytes(b"x")
     write(tmp_path, NAME)
     folder.sweep(tmp_path)
     assert [found.name for found in folder.files(tmp_path)] == [NAME]
-    assert not (tmp_path / "m1" / "piece.part").exists()
+    assert not (tmp_path / MODEL / "piece.part").exists()
+
+
+def test_a_folder_of_somebody_elses_stays_as_it_is(tmp_path):
+    """Somebody may name a folder that holds other things, too: none is swept, and its mode is its owner's choice."""
+    (tmp_path / "downloads").mkdir()
+    (tmp_path / "downloads" / "film.part").write_bytes(b"x")
+    tmp_path.chmod(0o755)
+    folder.prepare(tmp_path)
+    folder.sweep(tmp_path)
+    assert (tmp_path / "downloads" / "film.part").exists()
+    assert mode(tmp_path) == 0o755
+    (tmp_path / MODEL).mkdir(mode=0o755)
+    folder.prepare(tmp_path / MODEL)
+    assert mode(tmp_path / MODEL) == 0o700

@@ -14,11 +14,12 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.kv_store.files.keys import KEY_BYTES
 from server.kv_store.files.record import Kind
 
 SUFFIX = ".kv"
@@ -91,19 +92,31 @@ def files(folder: Path) -> Iterator[Found]:
 
 def _found(entry: os.DirEntry[str], name: Name) -> Iterator[Found]:
     with contextlib.suppress(OSError):
-        stat = entry.stat(follow_symlinks=False)
-        yield Found(Path(entry.path), name, stat.st_size, stat.st_mtime)
+        found = entry.stat(follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode):
+            yield Found(Path(entry.path), name, found.st_size, found.st_mtime)
 
 
 def _models(folder: Path) -> list[Path]:
+    """The folders of models. Whatever else lies there is somebody's, who chose this place for the caches as well."""
     with contextlib.suppress(OSError):
-        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(path for path in folder.iterdir() if _is_of_model(path))
     return []
 
 
+def _is_of_model(path: Path) -> bool:
+    is_named = len(path.name) == 2 * KEY_BYTES and set(path.name) <= set("0123456789abcdef")
+    return is_named and path.is_dir() and not path.is_symlink()
+
+
 def prepare(folder: Path) -> None:
-    """Make the folder, for its owner alone. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
+    """Make the folder, for its owner alone. One that exists stays as open as it is, unless it is a model's: what is
+    written lies in those. Raises OSError."""
+    try:
+        folder.mkdir(parents=True, mode=FOLDER_MODE)
+    except FileExistsError:
+        if not _is_of_model(folder):
+            return
     folder.chmod(FOLDER_MODE)
 
 
@@ -158,6 +171,7 @@ class FolderUsage:
     size: int  # bytes
     tokens: int  # that its pieces stand for, each prefix once
     used: float  # when one was last used, in seconds since the epoch
+    oldest: float  # and when the one that was used longest ago was
 
 
 def usage(folder: Path) -> list[FolderUsage]:
@@ -177,7 +191,18 @@ def _usage(model: Path, of_model: list[Found]) -> FolderUsage:
         sum(found.size for found in of_model),
         sum(name.end - name.start for name in spans.values()),
         max(found.used for found in of_model),
+        min(found.used for found in of_model),
     )
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process holds the folder's lock."""
+    lock = FolderLock(folder)
+    if not (folder / LOCK).is_file():
+        return False
+    is_free = lock.take()
+    lock.release()
+    return not is_free
 
 
 def _model_name(model: Path) -> str:
@@ -188,9 +213,15 @@ def _model_name(model: Path) -> str:
 
 
 def clear(folder: Path) -> int:
-    """Remove all that is kept; returns the bytes that it held. Safe while an engine uses the folder, which then reads
-    the prompts again. Raises OSError for what can't be removed."""
-    size = sum(found.size for found in files(folder))
+    """Remove all that is kept, and nothing else; returns the bytes that it held. Safe while an engine uses the folder,
+    which then reads the prompts again. Raises OSError for what can't be removed."""
+    size = 0
+    for found in files(folder):
+        found.path.unlink(missing_ok=True)
+        size += found.size
+    sweep(folder)
     for model in _models(folder):
-        shutil.rmtree(model)
+        (model / ABOUT).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # something else lies there
+            model.rmdir()
     return size
