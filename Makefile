@@ -13,7 +13,7 @@ UV := 0.13
 # Percent of server/, branches counted; only a run of the whole suite is held to it.
 COVERAGE := 90
 
-.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-agents accept-clients accept-schemas accept-templates accept-tokenizers accept-monitoring
+.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-pages accept-agents accept-clients accept-schemas accept-templates accept-tokenizers accept-monitoring
 
 install: $(STAMP)
 
@@ -81,6 +81,11 @@ accept-flat: install
 
 accept-pauses: install
 	$(BIN)/python -m loadtests.pauses $(ARGS)
+
+# What fifty open live pages cost the streams beside them.
+accept-pages: install
+	$(BIN)/python -m loadtests.pages $(ARGS)
+
 # The shipped alerts and dashboard in a real Prometheus, which `make tools` fetches.
 accept-monitoring: install
 	$(BIN)/python -m loadtests.monitoring $(ARGS)

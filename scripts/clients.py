@@ -85,7 +85,7 @@ SCRIPTS = {
         ['<tool_call>{"name": "transfer_to_', 'expert", "arguments": {}}</tool_call>'],
         ["The expert", " says Oslo."],
     ],
-    "fi": [['<tool_call>{"name": "final_', 'result", "arguments": {"name": "Oslo"}}</tool_call>']],
+    "fi": [['<tool_call>\n{"name": "final_', 'result", "arguments": {"name": "Oslo"}}\n</tool_call>']],
     "js": [['{"name"', ': "Oslo"}']],
     "lo": [[f" word{number}" for number in range(10)]],
 }

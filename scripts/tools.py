@@ -1,4 +1,4 @@
-"""Fetches what some tests need and pip can't bring: Chromium and Prometheus, as Debian packages, without root.
+"""Fetches what some tests need and pip can't bring, as Debian packages, without root: Chromium, Prometheus, zsh, fish.
 
 `python scripts/tools.py [--into build/tools]` downloads the packages with `apt-get`, unpacks them into the folder and
 writes a starter for each program. On a system without `apt-get` it says so and exits with 1; tests that need a program
@@ -14,8 +14,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = {"chromium": "usr/lib/chromium/chromium", "prometheus": "usr/bin/prometheus", "promtool": "usr/bin/promtool"}
-PACKAGES = ("chromium", "prometheus", "fonts-dejavu-core")
+PROGRAMS = {
+    "chromium": "usr/lib/chromium/chromium",
+    "prometheus": "usr/bin/prometheus",
+    "promtool": "usr/bin/promtool",
+    "zsh": "bin/zsh",
+    "fish": "usr/bin/fish",
+}
+PACKAGES = ("chromium", "prometheus", "fonts-dejavu-core", "zsh", "fish")
 STARTER = """#!/bin/sh
 # Runs a program from the packages beside it, with their libraries.
 export LD_LIBRARY_PATH="{libraries}"

@@ -21,7 +21,7 @@ from server.config.sources import Sources
 from server.errors import StartupError
 from server.model_files.locate import ModelLocation, locate
 from server.model_files.weights import weight_files
-from server.settings import EngineSettings, JournalSettings, Limits, Logs, Serving, Settings, in_words
+from server.settings import GROUPS, Settings, in_words
 from server.text.tokenizer import Tokenizer
 
 LIBRARIES = ("mlx", "mlx-lm", "tokenizers", "transformers", "llguidance", "fastapi", "uvicorn", "sse-starlette")
@@ -61,7 +61,7 @@ def _word(value: Any) -> str:
 
 def effective(settings: Settings, sources: Sources) -> dict[str, str]:
     """Each setting; one that isn't at its default with that default and with the place where it was set."""
-    names = [name for part in (Serving, Limits, EngineSettings, JournalSettings, Logs) for name in part.model_fields]
+    names = [name for part in GROUPS.values() for name in part.model_fields]
     return {name: _effective(name, getattr(settings, name), sources.origin(name)) for name in names}
 
 

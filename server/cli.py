@@ -20,39 +20,24 @@ from pydantic.fields import FieldInfo
 import server
 from server import faults
 from server.certify import certificate
+from server.commands import completion
 from server.commands import options as people
+from server.commands.completion import OfferedCommand, OfferedOption
 from server.config.sources import ENV_PREFIX, Sources, did_you_mean, option, variable
 from server.errors import StartupError, joined_lines
-from server.settings import (
-    SIZE_UNITS,
-    SIZES,
-    EngineSettings,
-    JournalSettings,
-    Limits,
-    Logs,
-    Serving,
-    in_words,
-    load,
-    load_from,
-    read_sources,
-)
+from server.settings import GROUPS, SIZE_UNITS, SIZES, in_words, load, load_from, read_sources
 from server.telemetry import logs
 
 EXIT_UNABLE = 2
-GROUPS: dict[str, type[BaseModel]] = {
-    "model and network": Serving,
-    "limits": Limits,
-    "engine": EngineSettings,
-    "journal": JournalSettings,
-    "logs": Logs,
-}
 COMMANDS = {
     "serve": "serve a model",
     "check": "print effective settings, model, device and limits",
     "agents": "print the lines of configuration with which coding agents use this server",
     "certify": "prove that a model's live-buffer count stays flat here, and what it does in mlx-lm",
     **people.COMMANDS,
+    "completion": "print completion of commands, options and values for a shell",
 }
+PATHS = ("PATH", "FILE")
 EPILOG = (
     f"Each option can also be set as {ENV_PREFIX}<NAME> in the environment or as <name> in a TOML file. "
     f"SIZE is {SIZE_UNITS}."
@@ -60,7 +45,9 @@ EPILOG = (
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with one line for a mistake instead of the whole usage."""
+    """argparse's, with one line for a mistake instead of the whole usage. `commands`: the parsers of its commands."""
+
+    commands: dict[str, argparse.ArgumentParser]
 
     def error(self, message: str) -> NoReturn:
         raise StartupError(f"{message} (see {self.prog} --help)")
@@ -74,6 +61,26 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {word!r}{hint}")
         name = word.partition("=")[0]
         self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
+
+    def offered(self) -> list[OfferedOption]:
+        """Its long options, as completion sees them."""
+        return [_offered(action) for action in self._actions if action.option_strings]
+
+
+def _offered(action: argparse.Action) -> OfferedOption:
+    flag = action.option_strings[-1]
+    metavar = str(action.metavar or "")
+    values = tuple(map(str, action.choices or ()))
+    if "|" in metavar:
+        values = tuple(metavar.split("|"))
+    return OfferedOption(
+        flag,
+        (action.help or "").replace("%%", "%"),
+        values=values,
+        files=metavar in PATHS or flag == option("model"),
+        switch=action.nargs == 0,
+        bare=action.nargs == "?",
+    )
 
 
 def parser() -> Parser:
@@ -92,8 +99,11 @@ def parser() -> Parser:
             certificate.add_arguments(command)
         elif name in people.COMMANDS:
             people.add_arguments(command, name)
+        elif name == "completion":
+            command.add_argument("shell", choices=completion.SHELLS, help="the shell")
         else:
             _add_options(command, name)
+    top.commands = dict(commands.choices)
     return top
 
 
@@ -154,9 +164,22 @@ def _run(options: dict[str, Any]) -> int:
         return certify(options)
     if command in people.COMMANDS:
         return people.run(command, options)
+    if command == "completion":
+        print(completion.script(options["shell"], offered()))
+        return 0
     config = options.pop("config", None)
     run(command, read_sources(options, config))
     return 0
+
+
+def offered() -> list[OfferedCommand]:
+    """The whole command line, as completion sees it."""
+    behind = {"completion": tuple(completion.SHELLS)}
+    return [
+        OfferedCommand(name, COMMANDS[name], command.offered(), behind.get(name, ()))
+        for name, command in parser().commands.items()
+        if isinstance(command, Parser)
+    ]
 
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:

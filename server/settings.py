@@ -150,6 +150,15 @@ SIZES = (
 )
 
 
+GROUPS: dict[str, type[BaseModel]] = {
+    "model and network": Serving,
+    "limits": Limits,
+    "engine": EngineSettings,
+    "journal": JournalSettings,
+    "logs": Logs,
+}
+
+
 class Settings(Serving, Limits, EngineSettings, JournalSettings, Logs):
     """All settings. Construct with `load`."""
 

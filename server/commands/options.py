@@ -19,6 +19,7 @@ COMMANDS = {
     "ask": "ask a running server, or one that is started for the question, and print the answer as it comes",
     "cache": "show the KV that is kept on disk, or clear it",
     "models": "list the models on this machine and tell which of them fit its memory",
+    "config": "print a settings file with every setting, its meaning and its default",
 }
 
 
@@ -71,6 +72,10 @@ def _cache_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command takes none."""
+
+
 def run(command: str, options: dict[str, Any]) -> int:
     """Carry out a command and return the exit code. Raises StartupError with the line to print."""
     try:
@@ -111,12 +116,20 @@ def _cache(options: dict[str, Any]) -> int:
     return act(options["config"], options["folder"], as_json=options["json"])
 
 
+def _config(options: dict[str, Any]) -> int:
+    from server.commands import settings_file
+
+    print(settings_file.example())
+    return 0
+
+
 _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "status": _status_arguments,
     "top": _remote_arguments,
     "ask": _ask_arguments,
     "models": _models_arguments,
     "cache": _cache_arguments,
+    "config": _no_arguments,
 }
 _RUN: dict[str, Callable[[dict[str, Any]], int]] = {
     "status": _status,
@@ -124,4 +137,5 @@ _RUN: dict[str, Callable[[dict[str, Any]], int]] = {
     "ask": _ask,
     "models": _models,
     "cache": _cache,
+    "config": _config,
 }

@@ -47,7 +47,7 @@ for streamed in (False, True):
 assert asked == ["oslo", "oslo"], asked
 
 try:
-    client.messages.create(**(given | {"temperature": 3}))
+    client.messages.create(**given, extra_body={"temperature": 3})
 except anthropic.BadRequestError as refused:
     assert refused.body["error"]["type"] == "invalid_request_error", refused.body
 else:

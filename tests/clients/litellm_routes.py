@@ -49,8 +49,8 @@ async def messages() -> None:
     stream = await litellm.anthropic.messages.acreate(messages=ASKED, tools=[CLAUDE_TOOL], stream=True, **given)
     lines = b"".join([piece async for piece in stream]).decode()
     assert "event: message_stop" in lines, lines
-    chat = await litellm.acompletion(messages=ASKED, **given)
-    assert chat.choices[0].message.content == "One moment.", chat
+    chat = await litellm.acompletion(messages=[{"role": "user", "content": "SCRIPT:dd Hello."}], **given)
+    assert chat.choices[0].message.content == "Hello there, friend.", chat
 
 
 # ---------------------------------------------------------------- the proxy
@@ -74,7 +74,8 @@ def proxy():
     Path("proxy.yaml").write_text(json.dumps({"model_list": models}), encoding="utf-8")
     port = free_port()
     command = [str(Path(sys.executable).parent / "litellm"), "--config", "proxy.yaml", "--port", str(port)]
-    environment = os.environ | {"NO_DOCS": "True", "LITELLM_TELEMETRY": "False"}
+    no_key = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
+    environment = os.environ | no_key | {"NO_DOCS": "True", "LITELLM_TELEMETRY": "False"}
     with Path("proxy.log").open("wb") as log:
         process = subprocess.Popen([*command, "--host", "127.0.0.1"], stdout=log, stderr=log, env=environment)
     try:

@@ -43,7 +43,7 @@ async def check(model) -> None:
     whole = await agent.run("SCRIPT:ab Where?")
     assert whole.output == "It is Oslo.", whole.output
     assert asked == ["oslo"], asked
-    thoughts = [part.content for message in whole.new_messages() for part in message.parts if is_thought(part)]
+    thoughts = [thought(part) for message in whole.new_messages() for part in message.parts if is_thought(part)]
     assert thoughts == ["I look it up.", "I have it now."], thoughts
     assert whole.usage.input_tokens > 0 and whole.usage.output_tokens > 0
 
@@ -54,10 +54,12 @@ async def check(model) -> None:
     later = await agent.run("SCRIPT:dd Thanks.", message_history=whole.all_messages())
     assert later.output == "Hello there, friend.", later.output
 
-    made = await Agent(model, output_type=ToolOutput(City, name="final_result")).run("SCRIPT:fi A city.")
+    short = {"max_tokens": 200}
+    made = await Agent(model, output_type=ToolOutput(City), model_settings=short).run("SCRIPT:fi A city.")
     assert made.output == City(name="Oslo"), made.output
-    formed = await Agent(model, output_type=NativeOutput(City)).run("SCRIPT:js A city.")
-    assert formed.output == City(name="Oslo"), formed.output
+    if not isinstance(model, AnthropicModel):  # of a model that it doesn't know it supposes that it takes no schema
+        formed = await Agent(model, output_type=NativeOutput(City), model_settings=short).run("SCRIPT:js A city.")
+        assert formed.output == City(name="Oslo"), formed.output
     try:
         await Agent(model, model_settings={"temperature": 3}).run("Hello")
     except ModelHTTPError as error:
@@ -68,6 +70,12 @@ async def check(model) -> None:
 
 def is_thought(part: object) -> bool:
     return isinstance(part, ThinkingPart)
+
+
+def thought(part: ThinkingPart) -> str:
+    """Of the Responses API it takes summaries for the content, and keeps the thought itself beside."""
+    raw = (part.provider_details or {}).get("raw_content", [])
+    return part.content or "".join(raw)
 
 
 async def main() -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ import pytest
 from serving import engine, run_server
 from tokenizers import Tokenizer
 
-from loadtests import gpu, harness, process_tree, speed, versions
+from loadtests import gpu, harness, pages, process_tree, speed, versions
 from loadtests.bench import rows as speed_rows
 from loadtests.bench.client import Channel, last_usage, obey
 from loadtests.bench.ledger import COLUMNS, Bar, Ledger, Verdict, interval, judge, of, quotient, ratio
@@ -495,6 +496,21 @@ def test_every_bar_finds_its_figures(row: speed_rows.Row) -> None:
     taken = {name: row.measure(Steady(name), work) for name in row.targets}
     for verdict in judge(row.name, row.bars, [taken], row.targets):
         assert len(verdict.values) == 1, verdict.bar.label
+
+
+def test_the_bars_of_the_pages_find_their_figures_and_pages_that_are_closed_are_a_failure() -> None:
+    row = speed_rows.greedy("pages", "cheap", 1, 8, [])
+    taken = {
+        name: row.measure(Steady(name), Work(random.Random(0), quick=True)) for name in (pages.WITH, pages.WITHOUT)
+    }
+    verdicts = judge(row.name, pages.bars(), [taken], list(taken))
+    assert [len(verdict.values) for verdict in verdicts] == [1] * len(verdicts)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(harness.Failed, match="0 bytes came"),
+        pages.opened_pages(silent.getsockname()[1], 1),
+    ):
+        pass
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
