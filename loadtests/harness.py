@@ -174,6 +174,16 @@ def marathon(model: Path, log: Path, **values: object) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
+def starting(model: Path, log: Path, **values: object) -> Iterator[Server]:
+    """The same from its first moment: it isn't ready yet."""
+    server = _marathon("marathon", ROOT, model, log, values)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
 def earlier(root: Path, model: Path, log: Path, **values: object) -> Iterator[Server]:
     """`marathon serve` of the checkout at `root`, the same otherwise."""
     with _running(_marathon("earlier", root, model, log, values)) as server:

@@ -2,8 +2,9 @@
 
 Serves a tiny model, scrapes it with the shipped configuration, loads it, kills its engine once, and looks at the end
 whether every rule evaluates, which alerts fired, and which panels of the dashboard have no data. Then the same with a
-leak (`--faults leak:…`): the residency alert must fire before the first rotation. Then a long prompt alone, which must
-fire nothing. Needs `prometheus` from `make tools` or an installed one. Its exit code is 0 when all of that holds.
+leak (`--faults leak:…`): the residency alert must fire before the first rotation. Then a long prompt alone, and a
+start that takes a minute and a half, neither of which may fire anything. Needs `prometheus` from `make tools` or an
+installed one. Its exit code is 0 when all of that holds.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ EMPTY = {  # panels that may have no data here, and why
 }
 FAMILY = "smollm3"
 LIMIT = 30_000  # live buffers
+AFTER_START_SECONDS = 60  # alerts that wait a minute have fired by then
 LEAK = 3  # live buffers a step
 
 
@@ -168,7 +170,7 @@ def empty_panels(found: Prometheus) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------- the three looks
+# ---------------------------------------------------------------- the looks
 def under_load(model: Path, folder: Path, seconds: float) -> list[str]:
     """Load and one kill: rules evaluate, panels have data, nothing fires that shouldn't."""
     options = {"live_buffers": "native", "access_log": "off"}
@@ -222,20 +224,40 @@ def a_long_prompt(model: Path, folder: Path, seconds: float) -> list[str]:
     return [f"{name} fired for long prompts" for name in fired]
 
 
+def a_cold_start(model: Path, folder: Path, seconds: float) -> list[str]:
+    """A start that takes so long, watched from its first moment: nothing fires, then or in the minute behind it."""
+    options = {"live_buffers": "native", "access_log": "off", "faults": f"slow-start:{seconds:.0f}"}
+    with harness.starting(model, folder / "cold.log", **options) as server, watched(server, folder / "cold") as found:
+        began = monotonic()
+        server.wait_ready()
+        took = monotonic() - began
+        complete(server, "word " * 50, 50)
+        sleep(AFTER_START_SECONDS)
+        fired = found.fired()
+        scraped = found.value("max_over_time(marathon_engine_up[1h])")
+    print(f"ready after {took:.0f} s, fired: {sorted(fired) or 'nothing'}", flush=True)
+    problems = [f"{name} fired for a cold start" for name in fired]
+    if took < seconds or scraped != 1:
+        problems.append(f"the start took {took:.0f} s, and engine_up was seen as {scraped:g}")
+    return problems
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120, help="of load; the other two looks take half of it each")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="of load; the other looks take a half or three quarters of it each"
+    )
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     seconds = parse().seconds
-    print(f"this takes about {2 * seconds / 60 + 1:.0f} minutes", flush=True)
+    print(f"this takes about {2.75 * seconds / 60 + 3:.0f} minutes", flush=True)
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write(FAMILY, folder / "model")
-        for look, share in ((under_load, 1.0), (with_a_leak, 0.5), (a_long_prompt, 0.5)):
+        for look, share in ((under_load, 1.0), (with_a_leak, 0.5), (a_long_prompt, 0.5), (a_cold_start, 0.75)):
             print(f"{re.sub('_', ' ', look.__name__)}: {share * seconds:.0f} s", flush=True)
             problems += look(model, folder, share * seconds)
     for problem in problems:

@@ -66,6 +66,12 @@ class Parser(argparse.ArgumentParser):
         """Its long options, as completion sees them."""
         return [_offered(action) for action in self._actions if action.option_strings]
 
+    def words(self) -> tuple[str, ...]:
+        """Those that may stand behind it without an option."""
+        return tuple(
+            str(word) for action in self._actions if not action.option_strings for word in action.choices or ()
+        )
+
 
 def _offered(action: argparse.Action) -> OfferedOption:
     flag = action.option_strings[-1]
@@ -174,9 +180,8 @@ def _run(options: dict[str, Any]) -> int:
 
 def offered() -> list[OfferedCommand]:
     """The whole command line, as completion sees it."""
-    behind = {"completion": tuple(completion.SHELLS)}
     return [
-        OfferedCommand(name, COMMANDS[name], command.offered(), behind.get(name, ()))
+        OfferedCommand(name, COMMANDS[name], command.offered(), command.words())
         for name, command in parser().commands.items()
         if isinstance(command, Parser)
     ]

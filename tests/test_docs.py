@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ FOREIGN = {
     "--enable",
     "--install",
     "--now",
+    "--upgrade",
     "--port",
     "--mode",
     "--version",
@@ -137,3 +140,9 @@ def test_each_override_names_files_that_are_there():
     named = re.findall(r"`((?:server|tests)/[\w/]+\.py)`", page)
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_block_of_json_and_toml_can_be_read(page: str):
+    for kind, text in re.findall(r"^```(json|toml)\n(.*?)^```", TEXTS[page], re.MULTILINE | re.DOTALL):
+        {"json": json.loads, "toml": tomllib.loads}[kind](text)
