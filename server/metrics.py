@@ -48,6 +48,7 @@ REJECTIONS = (
 PHASES = ("queued", "prefill", "decode")
 RESTARTS = ("crash", "stall", "rotation")
 RESUMES = (*RESTARTS, "preemption", "restart")
+RESUME_PARTS = ("engine", "load", "admission", "read")
 
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 INTER_TOKEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
@@ -55,6 +56,7 @@ DURATION = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 18
 # Finer where an engine's start, and with it the gap, usually lies.
 RESUME_GAP = (0.1, 0.25, 0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 60, 90, 120, 300, 600)
 COMMIT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+RESUME_WAIT = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 40, 60, 120, 300, 600)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 BUILD_INFO = Family("marathon_build_info", "Versions that run.", "gauge", ("version", "mlx", "mlx_lm"))
@@ -171,6 +173,13 @@ class Metrics:
             "Between two tokens of a generation that was continued: the gap that its client saw.",
             RESUME_GAP,
             reason=RESUMES,
+        )
+        self._resume_wait = Histogram(
+            "marathon_resume_wait_seconds",
+            "What continued generations waited for: the end of the old engine, a new process and its imports (engine), "
+            "the weights (load), their turn (admission), their KV and the first token (read).",
+            RESUME_WAIT,
+            part=RESUME_PARTS,
         )
         self._recomputed = Counter(
             "marathon_recomputed_tokens_total", "Tokens whose prefill was repeated to continue.", reason=RESUMES
@@ -298,6 +307,10 @@ class Metrics:
         """The first token after a resume has arrived, `seconds` after the one before."""
         self._resumed.add(1, reason)
         self._resume_gap.observe(seconds, reason)
+
+    def resume_waited(self, part: str, seconds: float) -> None:
+        """A part of that gap; one of `RESUME_PARTS`."""
+        self._resume_wait.observe(seconds, part)
 
     def recomputed(self, reason: str, tokens: int) -> None:
         self._recomputed.add(tokens, reason)

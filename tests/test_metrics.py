@@ -121,6 +121,11 @@ CONTRACT: dict[str, tuple[str, dict[str, set[str] | None], list[float]]] = {
     "marathon_engine_last_step_timestamp_seconds": ("gauge", {}, []),
     "marathon_recomputed_tokens_total": ("counter", {"reason": REASONS}, []),
     "marathon_resumed_generations_total": ("counter", {"reason": REASONS}, []),
+    "marathon_resume_wait_seconds": (
+        "histogram",
+        {"part": {"engine", "load", "admission", "read"}},
+        [float(bound) for bound in metrics.RESUME_WAIT],
+    ),
     "marathon_resume_seconds": ("histogram", {"reason": REASONS}, RESUME_GAP),
     "marathon_guard_step_seconds_total": ("counter", {}, []),
     "marathon_step_seconds_total": (
@@ -410,6 +415,7 @@ def test_the_other_verbs_reach_their_series(counted):
     counted.engine_restarted("crash")
     counted.resumed("rotation", 1.5)
     counted.recomputed("preemption", 120)
+    counted.resume_waited("load", 2.5)
     s = scrape(counted)
     assert s("marathon_prefill_time_seconds_sum") == 0.3
     assert s("marathon_decode_time_seconds_sum") == 7
@@ -422,6 +428,7 @@ def test_the_other_verbs_reach_their_series(counted):
     assert s("marathon_resumed_generations_total", reason="rotation") == 1
     assert s("marathon_resume_seconds_sum", reason="rotation") == 1.5
     assert s("marathon_recomputed_tokens_total", reason="preemption") == 120
+    assert s("marathon_resume_wait_seconds_sum", part="load") == 2.5
 
 
 def test_what_clients_invent_ends_in_other(counted):

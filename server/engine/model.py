@@ -27,6 +27,7 @@ from server.compute import merged_caches as together
 from server.compute.merged_caches import merged, read_together, taken_apart
 from server.engine.trial_results import TrialResults
 from server.errors import StartupError, one_line
+from server.ipc.messages import LOADING
 from server.ipc.probe import GROWTH, LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.model_files import model_config
 from server.model_files.weights import only_weights
@@ -93,7 +94,7 @@ def load(
     `on_stage` hears of each stage begun. Raises StartupError with one sentence when the folder holds no model that
     mlx-lm can run.
     """
-    on_stage("loading the weights")
+    on_stage(LOADING)
     try:
         with only_weights(path) as folder:
             model, config = load_model(folder, trust_remote_code=trust_remote_code)

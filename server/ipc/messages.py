@@ -175,6 +175,7 @@ class Rotate(msgspec.Struct, frozen=True, tag="rotate", omit_defaults=True):
 
 
 PROGRESS_SECONDS = 1.0
+LOADING = "loading the weights"  # the first stage after Python's imports
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):

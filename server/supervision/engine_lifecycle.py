@@ -308,7 +308,8 @@ class EngineLifecycle:
             "engine %d (epoch %d) is ready after %.1f s", self.connection.pid, self.epoch, self._life.loading_seconds
         )
         if self.ending is None:
-            self._scheduler.feed(self.connection, Capacity(ready, self._settings.context, self._settings.max_rows))
+            capacity = Capacity(ready, self._settings.context, self._settings.max_rows)
+            self._scheduler.feed(self.connection, capacity, self._life.loading_at)
 
     def _could_not_load(self, message: str) -> None:
         assert self.connection is not None

@@ -75,6 +75,8 @@ class Generation:
     # set while it waits to be continued
     cause: Cause | None = None
     lost: float = 0.0
+    waits: list[tuple[str, float]] = field(default_factory=list)  # what it waited for since, and seconds
+    submitted_again: float = 0.0
     survived: int = 0  # engines that ended under it, and times that it gave its memory back
     # not read yet
     read: int = 0  # ids handed to the reader

@@ -47,6 +47,7 @@ class Liveness:
 
     def __init__(self, settings: Settings, stall: StallLimit, now: float) -> None:
         self.began = self.heard = self.moved = now
+        self.loading_at = now  # once it has imported everything
         self.ready_at: float | None = None
         self.silent = False  # it was found mute, and hasn't been heard of since
         self._settings = settings
@@ -68,6 +69,8 @@ class Liveness:
 
     def progressed(self, progress: messages.Progress, now: float) -> bool:
         """Its own count of what it got done. True if that has risen."""
+        if progress.stage == messages.LOADING:
+            self.loading_at = now
         if progress.count == self._count:
             return False
         self._count = progress.count

@@ -53,6 +53,7 @@ class Scheduler:
         self._connection: EngineConnection | None = None
         self._capacity: Capacity | None = None
         self._feeding = False
+        self._loading_at = 0.0  # when it began to load its weights
         self._fed = 0.0  # since when
         self._busy_since = 0.0  # that the engine has had something to do
         self._settling: asyncio.TimerHandle | None = None  # the engine must live for longer until one may join
@@ -214,8 +215,9 @@ class Scheduler:
         return max(reading, key=lambda prompt: prompt.done, default=None)
 
     # ---------------------------------------------------------------- to the engine
-    def feed(self, connection: EngineConnection, capacity: Capacity) -> None:
-        """This engine is ready for work."""
+    def feed(self, connection: EngineConnection, capacity: Capacity, loading_at: float) -> None:
+        """This engine is ready for work. `loading_at`: when it had imported everything and began to load."""
+        self._loading_at = loading_at
         self._connection = connection
         self._capacity = capacity
         self._feeding = True
@@ -311,6 +313,8 @@ class Scheduler:
         if not generation.submitted:
             generation.submitted = self.clock()
             self._counts.queue_time(generation.submitted - generation.live.arrived)
+        if generation.cause is not None:
+            self._note_waits(generation)
         if generation.past.trial:
             self._tried = generation
         if not self.running:
@@ -319,6 +323,17 @@ class Scheduler:
         self._connection.send(
             messages.Submit(self._connection.epoch, generation.seq, generation.sequence, generation.generated)
         )
+
+    def _note_waits(self, generation: Generation) -> None:
+        """What one that comes back has waited for since it was lost."""
+        generation.submitted_again = then = self.clock()
+        parts = (("engine", self._loading_at), ("load", self._fed), ("admission", then))
+        generation.waits.clear()
+        after = generation.lost
+        for part, until in parts:
+            if until > after:
+                generation.waits.append((part, until - after))
+                after = until
 
     # ---------------------------------------------------------------- from the engine
     def taken(self, seq: int) -> None:

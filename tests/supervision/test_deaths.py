@@ -61,6 +61,34 @@ async def test_the_resume_gap_is_what_the_client_saw(fake, counts):
 
 
 @played
+async def test_a_resume_says_what_it_waited_for(fake, counts):
+    async with (
+        supervise(fake, counts, start_seconds=60) as supervisor,
+        supervisor.open([endless()], endpoint="chat") as live,
+    ):
+        await first_tokens(live, 5)
+        fake.import_seconds, fake.load_seconds, fake.prefill_seconds = 3, 4, 2
+        fake.die()
+        await until(lambda: counts.of("resumed"), 20)
+    waits = dict(counts.of("resume_waited"))
+    assert waits == pytest.approx({"engine": 3, "load": 4, "read": 2}, abs=0.1)
+    [(_, seconds)] = counts.of("resumed")
+    assert sum(waits.values()) == pytest.approx(seconds, abs=0.1)
+
+
+@played
+async def test_one_that_gave_its_memory_back_waits_for_room_and_for_its_prompt(fake, counts):
+    async with supervise(fake, counts) as supervisor, supervisor.open([endless()], endpoint="chat") as live:
+        await first_tokens(live, 5)
+        fake.prefill_seconds = 2
+        fake.preempt()
+        await until(lambda: counts.of("resumed"), 60)
+    waits = dict(counts.of("resume_waited"))
+    assert set(waits) <= {"admission", "read"}
+    assert waits["read"] == pytest.approx(2, abs=0.1)
+
+
+@played
 async def test_a_dead_engine_shows_at_once_and_the_next_is_another(fake, counts):
     async with supervise(fake, counts) as supervisor:
         first = supervisor.engine.pid

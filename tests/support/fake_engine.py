@@ -92,6 +92,7 @@ class FakeEngine:
     pressure: str = "calm"
     first_shape: bool = False
     typical_step: float = 0.0
+    import_seconds: float = 0.0
     prepare_seconds: float = 0.0
     spare_starts: list[str] = field(default_factory=list)  # how spare engines start: die, hang, garbage, no_spawn, ok
     spares: list[Life] = field(default_factory=list)  # that are no engines yet
@@ -306,7 +307,8 @@ class Life:
                 self.tell(messages.Preparation())
 
     async def _run(self) -> None:
-        self.tell(messages.Progress(self.epoch, 1, "loading"))
+        await asyncio.sleep(self.fake.import_seconds)
+        self.tell(messages.Progress(self.epoch, 1, messages.LOADING))
         self._tasks.append(asyncio.ensure_future(self._report()))
         await asyncio.sleep(self.fake.load_seconds)
         await self.moves.wait()
