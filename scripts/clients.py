@@ -142,7 +142,7 @@ def site(arguments: argparse.Namespace, cache: Path) -> Iterator[tuple[str, str]
         yield arguments.url.rstrip("/"), arguments.model or "default"
         return
     folder = obtain(MODEL, cache)
-    with harness.marathon(folder, cache / "marathon.log", api_key=KEY) as server:
+    with harness.marathon(folder, cache / "marathon.log", api_key=KEY, journal=cache / "journal.db") as server:
         yield f"http://127.0.0.1:{server.port}/v1", MODEL
 
 

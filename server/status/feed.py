@@ -82,7 +82,7 @@ class Feed:
         self._restarts: Mapping[str, int] = dict(metrics.restarts)
         self._resumes: Mapping[str, int] = dict(metrics.resumes)
         self._acted = time.time()
-        self._was_up = False
+        self._ready_epoch = 0
         self._first_tokens: deque[tuple[int, float]] = deque([metrics.first_tokens], maxlen=FIRST_TOKEN_TICKS)
         self._frame = b""
         self._tick = asyncio.Event()
@@ -146,9 +146,9 @@ class Feed:
 
     def _note_start(self) -> None:
         engine = self._supervisor.engine
-        if engine.is_up and not self._was_up:
+        if engine.is_up and engine.epoch != self._ready_epoch:  # one may come and go between two seconds
             self._note("ready", f"engine {engine.epoch} is ready")
-        self._was_up = engine.is_up
+            self._ready_epoch = engine.epoch
 
     def _note_resumes(self) -> None:
         resumes = self._metrics.resumes

@@ -70,9 +70,10 @@ def _deaths(status: Status, deaths: int) -> Iterator[Finding]:
         )
         yield "critical", "The engine keeps dying", sentence
     elif deaths:
-        survived = sum(status.engine.resumed.values())
-        sentence = f"The engine died {_times(deaths)} in the last ten minutes; {_count(survived, 'answer')} went on."
-        yield "ok", "Healthy", sentence
+        sentence = f"The engine died {_times(deaths)} in the last ten minutes"
+        if survived := sum(status.engine.resumed.values()):
+            sentence += f"; {_count(survived, 'answer')} went on"
+        yield "ok", "Healthy", f"{sentence}."
 
 
 def _buffers(status: Status, deaths: int) -> Iterator[Finding]:

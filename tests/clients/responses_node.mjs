@@ -1,4 +1,4 @@
-// openai's Node SDK over the Responses API: plain, raw stream, helper, a forced call.
+// openai's Node SDK over the Responses API: plain, raw stream, helper, a forced call, in the background.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 
@@ -34,5 +34,14 @@ assert.deepEqual(
   ["mark"],
 );
 
-await assert.rejects(client.responses.create({ ...asked, background: true }), { status: 400 });
+const unfinished = (one) => ["queued", "in_progress"].includes(one.status);
+let made = await client.responses.create({ ...asked, background: true });
+assert.ok(unfinished(made));
+while (unfinished(made)) {
+  await new Promise((resolve) => setTimeout(resolve, 200));
+  made = await client.responses.retrieve(made.id);
+}
+assert.ok(["completed", "incomplete"].includes(made.status));
+await client.responses.delete(made.id);
+await assert.rejects(client.responses.retrieve(made.id), { status: 404 });
 console.log("responses");

@@ -1,8 +1,9 @@
-"""openai's Python SDK over the Responses API: plain, raw stream, helper, a forced call; in its own environment."""
+"""openai's Python SDK over the Responses API: plain, raw stream, helper, a forced call, in the background."""
 
 from __future__ import annotations
 
 import os
+import time
 
 import openai
 
@@ -39,10 +40,19 @@ with client.responses.stream(
 assert "response.function_call_arguments.done" in kinds, kinds
 assert [item.name for item in final.output if item.type == "function_call"] == ["mark"], final.output
 
+made = client.responses.create(**asked, background=True)
+assert made.status in {"queued", "in_progress"}, made
+while made.status in {"queued", "in_progress"}:
+    time.sleep(0.2)
+    made = client.responses.retrieve(made.id)
+assert made.status in {"completed", "incomplete"}, made
+again = client.responses.create(**asked, previous_response_id=made.id)
+assert again.usage.input_tokens > made.usage.input_tokens, again.usage
+client.responses.delete(made.id)
 try:
-    client.responses.create(**asked, background=True)
-except openai.BadRequestError as refused:
-    assert refused.param == "background", refused
+    client.responses.retrieve(made.id)
+except openai.NotFoundError as missing:
+    assert missing.status_code == 404
 else:
-    raise AssertionError("background wasn't refused")
+    raise AssertionError("a deleted response was found")
 print(openai.__version__, "responses")

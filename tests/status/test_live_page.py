@@ -46,6 +46,12 @@ async def shoot(page: Page, name: str) -> None:
         await page.screenshot(Path(SHOTS) / f"{name}.png")
 
 
+async def reads(page: Page, title: str, words: str) -> None:
+    """Wait until the verdict has this title, and a sentence with these words."""
+    verdict = "document.getElementById('verdict')"
+    await page.until(f"{verdict}.innerText.startsWith({title!r}) && {verdict}.innerText.includes({words!r})")
+
+
 async def ask(page: Page, text: str) -> None:
     await page.value("document.getElementById('message').focus()")
     await page.type(text)
@@ -104,6 +110,37 @@ async def test_the_keyboard_alone_suffices(page: Page) -> None:
         await page.press("Enter")
         await page.until("!document.getElementById('send').disabled")
         assert "stopped" in await page.value(TEXT)
+
+
+async def test_a_stranger_reads_each_state_in_words(page: Page) -> None:
+    """Loading, a leak, an engine that is gone while an answer waits, one that keeps dying, none at all."""
+    counted = {"live_source": "native", "buffer_limit": 30_000}
+    fake = engine(say=says(STORY), step_seconds=0.01, load_seconds=2.0, ready=counted)
+    leak = {"live_settled": 9_000, "buffers_per_token": 3.0, "seconds_to_exhaustion": {"buffers": 900.0}}
+    async with run_server(fake, ready=False) as site:
+        await page.open(site.url)
+        await reads(page, "Loading", "The model is being loaded")
+        await shoot(page, "loading")
+        fake.snapshot |= {"live_settled": 900, "buffers_per_token": 0.0}
+        await reads(page, "Healthy", "Live buffers are flat: 900 of 30,000")
+        fake.snapshot |= leak
+        await reads(page, "A leak", "they rise by 3 a token and reach the limit in 15 minutes")
+        await shoot(page, "leak")
+        fake.snapshot.clear()
+        fake.load_seconds = 3.0
+        await ask(page, "Where is Paris?")
+        await page.until(f"({TEXT}).includes('capital of France')")
+        fake.die()
+        await reads(page, "Recovering", "1 answer waits and will go on where it was")
+        await page.until("[...document.querySelectorAll('#rows td')].some(cell => cell.textContent === 'resuming')")
+        await shoot(page, "recovering")
+        fake.load_seconds = 0.0
+        for number in (1, 2):
+            await page.until(f"document.querySelectorAll('#events [data-kind=ready]').length > {number}")
+            fake.die()
+            await page.until(f"document.querySelectorAll('#events [data-kind=death]').length > {number}")
+        await reads(page, "The engine keeps dying", "3 times in the last ten minutes")
+        await shoot(page, "dying")
 
 
 async def test_a_key_is_asked_for_in_the_page(page: Page) -> None:

@@ -75,6 +75,7 @@ def test_engines_that_keep_dying_are_critical_and_one_death_is_told() -> None:
     assert once.level == "ok"
     assert "died once" in words(once)
     assert "2 answers went on" in words(once)
+    assert "went on" not in words(judge(status(engine=engine(resumed={})), 1)), "none has gone on yet"
 
 
 @pytest.mark.parametrize(("seconds", "level"), [(600.0, "critical"), (86_400.0 * 3, "warning")])

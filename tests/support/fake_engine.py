@@ -86,6 +86,7 @@ class FakeEngine:
     say: Callable[[TokenSequence, int], int] | None = None
     row_cost: list[LayerCost] = field(default_factory=list)
     ready: dict[str, object] = field(default_factory=dict)  # overrides of the fields of Ready
+    snapshot: dict[str, object] = field(default_factory=dict)  # further fields of each Snapshot
     starts: list[str] = field(default_factory=list)
     poison: dict[int, Poison] = field(default_factory=dict)
     drain_hangs: bool = False
@@ -361,6 +362,7 @@ class Life:
                 pressure=self.fake.pressure,
                 first_shape=self.fake.first_shape,
                 typical_step_seconds=self.fake.typical_step,
+                **self.fake.snapshot,  # type: ignore[arg-type]
             )
             stage = "serving" if was_ready else "loading"
             still = asyncio.get_running_loop().time() - self.beaten

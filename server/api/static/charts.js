@@ -97,6 +97,7 @@ export class Charts {
   drawMarks(chart) {
     const { ctx, bbox } = chart;
     ctx.save();
+    ctx.setLineDash([]);  // the limit's dashes stay set otherwise
     for (const mark of this.marks) {
       const x = chart.valToPos(mark.time, "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;

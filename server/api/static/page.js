@@ -40,7 +40,8 @@ const sum = (counts) => Object.values(counts).reduce((total, count) => total + c
 function figures({ status }) {
   const { engine, buffers, memory, queue } = status;
   const ends = Object.values(status.seconds_to_exhaustion).filter((seconds) => seconds != null);
-  const live = buffers.count == null ? "no count here" : `${number(buffers.count)} of ${number(buffers.limit)}`;
+  const unknown = engine.up && !buffers.limit ? "not counted here" : "–";
+  const live = buffers.count == null ? unknown : `${number(buffers.count)} of ${number(buffers.limit)}`;
   return [
     ["Tokens a second", number(status.tokens_per_second)],
     ["First token after", status.first_token_seconds == null ? "–" : `${status.first_token_seconds.toPrecision(2)} s`],
@@ -95,6 +96,7 @@ function showEvents(list) {
     line.append(time, event.text);
     at("events").prepend(line);
   }
+  show("events-note", newest ? "" : "Nothing has happened yet.");
   while (at("events").childElementCount > 200) at("events").lastElementChild.remove();
 }
 
