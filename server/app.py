@@ -95,6 +95,7 @@ def lifespan(served: AppContext, answers: StoredAnswers) -> Callable[[FastAPI], 
     @asynccontextmanager
     async def alive(app: FastAPI) -> AsyncIterator[None]:
         served.metrics.watch(served.supervisor, served.name)
+        served.metrics.journal.view = served.journal
         supervisor = served.supervisor
         await supervisor.start()
         supervisor.learn(await asyncio.to_thread(served.tokenizer.token_table))

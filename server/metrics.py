@@ -1,9 +1,9 @@
 """Prometheus families, and the verbs that count.
 
-Owns every `marathon_*` family: what the server counts itself, here, and what is read from the engine's snapshot
-(`engine_metrics`). The registry is an argument; the global one is never touched. Runs on the server's event loop only,
-so the route that serves `exposition` must be `async`. No verb raises, waits or keeps a request's text; label values
-are names of ours, never a client's.
+Owns every `marathon_*` family: what the server counts itself, here and in `journal/measures`, and what is read from the
+engine's snapshot (`engine_metrics`). The registry is an argument; the global one is never touched. Runs on the server's
+event loop only, so the route that serves `exposition` must be `async`. No verb raises, waits or keeps a request's text;
+label values are names of ours, never a client's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 
 import server
 from server.ipc.snapshot import Snapshot
+from server.journal.measures import JournalMetrics
 from server.telemetry import engine_metrics
 from server.telemetry.engine_metrics import EngineMetrics, EngineView
 from server.telemetry.footprint import footprint
@@ -55,7 +56,6 @@ INTER_TOKEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 
 DURATION = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 # Finer where an engine's start, and with it the gap, usually lies.
 RESUME_GAP = (0.1, 0.25, 0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 60, 90, 120, 300, 600)
-COMMIT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 RESUME_WAIT = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 40, 60, 120, 300, 600)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
@@ -76,6 +76,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry
+        self.journal = JournalMetrics()
         self._model: str | None = None
         self._engine = EngineMetrics()
         self._rate = Rate(clock)
@@ -84,7 +85,6 @@ class Metrics:
         self._add_times()
         self._add_tokens()
         self._add_resumes()
-        self._add_journal()
         self._counted = tuple(value for value in vars(self).values() if isinstance(value, Counter | Histogram))
 
         ProcessCollector(registry=registry)
@@ -185,18 +185,6 @@ class Metrics:
             "marathon_recomputed_tokens_total", "Tokens whose prefill was repeated to continue.", reason=RESUMES
         )
 
-    def _add_journal(self) -> None:
-        """Add what is counted of stored answers."""
-        self._commits = Histogram(
-            "marathon_journal_commit_seconds", "Transactions of the journal: how long each took.", COMMIT
-        )
-        self._journal_failures = Counter(
-            "marathon_journal_failures_total", "Changes that the journal couldn't write at once."
-        )
-        self._unsaved = Counter(
-            "marathon_journal_unsaved_tokens_total", "Tokens of stored answers that were sent before they were saved."
-        )
-
     # ---------------------------------------------------------------- a scrape
     def watch(self, view: EngineView, model: str) -> None:
         """Reads the engine from `view` from now on; `model` is the name under which it is served."""
@@ -235,7 +223,8 @@ class Metrics:
     def families(self) -> list[Family]:
         """Every family, whether it has samples now or not."""
         own = [counted.family for counted in self._counted]
-        return [BUILD_INFO, MODEL_INFO, DECODE_RATE, RESIDENT, *own, *engine_metrics.families()]
+        parts = [*self.journal.families(), *engine_metrics.families()]
+        return [BUILD_INFO, MODEL_INFO, DECODE_RATE, RESIDENT, *own, *parts]
 
     def collect(self) -> Iterator[Metric]:
         """For the registry; families without a sample are left out."""
@@ -247,6 +236,7 @@ class Metrics:
         if resident := footprint():
             yield metric(RESIDENT, {(): resident})
         yield from (counted.collect() for counted in self._counted if counted)
+        yield from self.journal.collect()
         yield from self._engine.collect(engine)
 
     # ---------------------------------------------------------------- each Steps message
@@ -318,18 +308,6 @@ class Metrics:
     def action(self, name: str) -> None:
         """An automatic act of the server's own; the engine's come with its snapshot."""
         self._engine.acted(name)
-
-    # ---------------------------------------------------------------- the journal
-    def journal_committed(self, seconds: float) -> None:
-        """One transaction."""
-        self._commits.observe(seconds)
-
-    def journal_failed(self) -> None:
-        self._journal_failures.add(1)
-
-    def journal_unsaved(self, tokens: int) -> None:
-        """Tokens that go to their readers although they couldn't be written."""
-        self._unsaved.add(tokens)
 
 
 def _installed(distribution: str) -> str:

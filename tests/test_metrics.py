@@ -25,6 +25,9 @@ from server import errors, metrics
 from server.ipc.messages import Ready
 from server.ipc.probe import Probe
 from server.ipc.snapshot import GroupState, Snapshot
+from server.journal import measures
+from server.journal.record import FINAL, STATUSES
+from server.journal.state import JournalState
 from server.metrics import CONTENT_TYPE, Metrics
 from server.telemetry.engine_status import EngineStatus
 
@@ -75,7 +78,13 @@ CONTRACT: dict[str, tuple[str, dict[str, set[str] | None], list[float]]] = {
     "marathon_cached_prompt_tokens_total": ("counter", {}, []),
     "marathon_request_prompt_tokens": ("histogram", {}, TOKENS),
     "marathon_request_generation_tokens": ("histogram", {}, TOKENS),
-    "marathon_journal_commit_seconds": ("histogram", {}, list(metrics.COMMIT)),
+    "marathon_journal_commit_seconds": ("histogram", {}, list(measures.COMMIT)),
+    "marathon_journal_writable": ("gauge", {}, []),
+    "marathon_journal_bytes": ("gauge", {}, []),
+    "marathon_journal_limit_bytes": ("gauge", {}, []),
+    "marathon_stored_answers": ("gauge", {"status": set(STATUSES)}, []),
+    "marathon_stored_answer_readers": ("gauge", {}, []),
+    "marathon_stored_answers_ended_total": ("counter", {"status": set(FINAL)}, []),
     "marathon_journal_failures_total": ("counter", {}, []),
     "marathon_journal_unsaved_tokens_total": ("counter", {}, []),
     "marathon_decode_tokens_per_second": ("gauge", {}, []),
@@ -199,6 +208,13 @@ def a_snapshot(**changes: object) -> Snapshot:
     return Snapshot(**(facts | changes))
 
 
+@dataclass
+class Kept:
+    """A journal, as far as a scrape looks."""
+
+    state: JournalState
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -215,6 +231,7 @@ def view(counted: Metrics) -> View:
     ready = a_ready()
     view = View(a_snapshot(), ready, ready, last_step_age=77.0, running=3, waiting=2)
     counted.watch(view, "tiny")
+    counted.journal.view = Kept(JournalState("on", None, "journal.db", 4096, 2**20, {"completed": 2}, 1))
     counted.http_request("/v1/chat/completions", "POST", 200)
     return view
 

@@ -18,6 +18,8 @@ from server.api.output.sse import encode
 from server.errors import Draining, NotReady
 from server.ipc.messages import Ready
 from server.ipc.snapshot import Snapshot
+from server.journal.record import UNFINISHED
+from server.journal.state import JournalState
 from server.metrics import CONTENT_TYPE
 from server.supervision.supervisor import Supervisor
 
@@ -121,6 +123,7 @@ def report(served: AppContext) -> dict[str, Any]:
         "live_buffers": _live_buffers(known, snapshot or Snapshot()),
         "batching": known.batching if known else None,
         "draining": supervisor.draining,
+        "journal": _journal(served.journal.state),
     }
 
 
@@ -130,6 +133,12 @@ def _status(supervisor: Supervisor) -> str:
     if supervisor.draining:
         return "draining"
     return "not ready"
+
+
+def _journal(state: JournalState) -> dict[str, Any]:
+    """Report whether answers can be stored. /health is open to all, so that the file's place isn't in it."""
+    unfinished = sum(state.stored.get(status, 0) for status in UNFINISHED)
+    return {"condition": state.condition, "reason": state.reason, "bytes": state.bytes, "unfinished": unfinished}
 
 
 def _live_buffers(known: Ready | None, snapshot: Snapshot) -> dict[str, Any]:

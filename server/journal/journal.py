@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,27 +29,16 @@ from server.journal.expiry import Expiry, Retention
 from server.journal.place import Lock, Unusable
 from server.journal.reading import Query
 from server.journal.record import Damage, Kind, Outcome, Record, Status, StoredTokens
+from server.journal.state import Condition, JournalState
 from server.journal.writer import Job, JournalCounts, Writer
 from server.journal.writing import NewTokens, OpenRecords
 from server.settings import Settings
 
 DAY_SECONDS = 86400.0
 
-Condition = Literal["on", "off", "unavailable"]
 Result = TypeVar("Result")
 
 log = logging.getLogger("marathon.journal")
-
-
-class JournalState(msgspec.Struct, frozen=True):
-    """What people are shown of a journal. `stored`: records by status; `reason`: why it is unavailable."""
-
-    condition: Condition
-    reason: str | None
-    path: str | None
-    bytes: int
-    limit: int
-    stored: dict[str, int]
 
 
 def journal_path(settings: Settings) -> Path | None:
@@ -156,7 +145,8 @@ class Journal:
         if self._writer is not None:
             bytes, stored = self._writer.bytes, self._writer.stored
         path = str(self.path) if self.path else None
-        return JournalState(condition, self.fault, path, bytes, self._retention.bytes, stored)
+        readers = sum(self._held.values())
+        return JournalState(condition, self.fault, path, bytes, self._retention.bytes, stored, readers)
 
     # ---------------------------------------------------------------- a record's life
     async def add(self, record: Record) -> None:
@@ -216,9 +206,12 @@ class Journal:
             cached=list(cached),
         )
         try:
-            return bool(await self._write(lambda c, records: writing.finish(c, records, id, outcome), kept=True))
+            counts = bool(await self._write(lambda c, records: writing.finish(c, records, id, outcome), kept=True))
         except JournalUnavailable:
-            return await self._finish_unsaved(id, outcome)
+            counts = await self._finish_unsaved(id, outcome)
+        if counts:
+            self._counts.ended(status)
+        return counts
 
     async def _finish_unsaved(self, id: str, outcome: Outcome) -> bool:
         """It is written as soon as that is possible, and read from here until then."""
@@ -244,7 +237,10 @@ class Journal:
     async def fail_foreground(self, message: str) -> int:
         """At start: those that only their clients waited for have failed. Returns how many. Raises
         JournalUnavailable."""
-        return int(await self._write(lambda connection, _: writing.fail_foreground(connection, message)))
+        number = int(await self._write(lambda connection, _: writing.fail_foreground(connection, message)))
+        for _ in range(number):
+            self._counts.ended("failed")
+        return number
 
     async def _write(self, work: Callable[[sqlite3.Connection, OpenRecords], Any], *, kept: bool = False) -> Any:
         if self._writer is None:
@@ -307,7 +303,7 @@ class Journal:
 
     @contextlib.contextmanager
     def hold(self, id: str) -> Iterator[None]:
-        """Keep a record from expiry while it is read in parts."""
+        """Keep a record from expiry while it is read in parts: it has one reader more."""
         self._held[id] += 1
         try:
             yield

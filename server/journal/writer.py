@@ -25,6 +25,7 @@ from server.errors import one_line
 from server.faults import CommitFaults
 from server.journal import place, reading, tables
 from server.journal.expiry import Expiry
+from server.journal.record import Status
 from server.journal.writing import OpenRecords
 
 PAUSE_FACTOR = 10.0  # pause after a transaction, by how long that took
@@ -48,9 +49,10 @@ log = logging.getLogger("marathon.journal")
 class JournalCounts(Protocol):
     """What is told to the metrics, on the event loop."""
 
-    def journal_committed(self, seconds: float) -> None: ...
-    def journal_failed(self) -> None: ...
-    def journal_unsaved(self, tokens: int) -> None: ...
+    def ended(self, status: Status) -> None: ...
+    def committed(self, seconds: float) -> None: ...
+    def failed(self) -> None: ...
+    def unsaved(self, tokens: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -215,7 +217,7 @@ class Writer:
             self._retry_at = time.monotonic() + RETRY_SECONDS
         else:
             log.error("a change of the journal is left out: %s", words)
-        self._call(self._counts.journal_failed)
+        self._call(self._counts.failed)
         self._tell([(job, None, error) for job in jobs])
 
     # ---------------------------------------------------------------- back to the event loop
@@ -229,10 +231,10 @@ class Writer:
 
     def _told(self, news: list[tuple[Job, Any, Exception | None]], seconds: float | None) -> None:
         if seconds is not None:
-            self._counts.journal_committed(seconds)
+            self._counts.committed(seconds)
         for job, result, error in news:
             if error is not None and job.tokens:
-                self._counts.journal_unsaved(job.tokens)
+                self._counts.unsaved(job.tokens)
             job.done(result, error)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import server
 from server.ipc.messages import Ready
 from server.ipc.snapshot import PromptProgress, Snapshot
+from server.journal.state import JournalState
 from server.metrics import Metrics
 from server.supervision.generation import Generation
 from server.supervision.supervisor import Supervisor
@@ -105,6 +106,7 @@ class Status(msgspec.Struct, frozen=True):
     queue: QueueState
     rows: list[RowState]
     more_rows: int
+    journal: JournalState | None = None
 
 
 def read(supervisor: Supervisor, metrics: Metrics, model: str, uptime: float, first_token: float | None) -> Status:
@@ -130,6 +132,7 @@ def read(supervisor: Supervisor, metrics: Metrics, model: str, uptime: float, fi
         queue=_queue(supervisor, snapshot),
         rows=shown,
         more_rows=len(rows) - len(shown),
+        journal=metrics.journal.state,
     )
 
 

@@ -128,7 +128,14 @@ def _work(status: Status, deaths: int) -> Iterator[Finding]:
         yield "ok", "Healthy", "Ready; nothing is running."
 
 
-_RULES: tuple[Callable[[Status, int], Iterator[Finding]], ...] = (_availability, _deaths, _buffers, _memory, _work)
+def _journal(status: Status, deaths: int) -> Iterator[Finding]:
+    if status.journal is not None and status.journal.condition == "unavailable":
+        sentence = f"Answers can't be stored: {status.journal.reason}. Requests that ask for it are refused."
+        yield "warning", "Nothing is stored", sentence
+
+
+Rule = Callable[[Status, int], Iterator[Finding]]
+_RULES: tuple[Rule, ...] = (_availability, _deaths, _buffers, _memory, _journal, _work)
 
 
 def duration(seconds: float) -> str:

@@ -61,6 +61,7 @@ async def test_health_says_what_the_design_promises() -> None:
         assert 0 <= body["engine"]["last_step_age_seconds"] < 60
         assert body["live_buffers"] == {"source": "native", "count": None, "limit": 1000, "reason": None}
         assert (body["batching"], body["draining"], body["pressure"]) == ("batched", False, "calm")
+        assert body["journal"] == {"condition": "off", "reason": None, "bytes": 0, "unfinished": 0}
 
 
 async def test_debug_shows_findings_and_the_acts_of_both_processes_in_order(monkeypatch) -> None:

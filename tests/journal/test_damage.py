@@ -187,8 +187,8 @@ async def test_a_full_disk_refuses_new_work_and_harms_no_answer_under_way(tmp_pa
         await until(lambda: journal.is_on, 5)
         assert (await journal.ids("resp_1"))[0].tokens == [0, 1, 2, 3]
         await journal.add(record("resp_3"))
-    assert counts.sum("journal_unsaved") == 2
-    assert counts.of("journal_failed")
+    assert counts.sum("unsaved") == 2
+    assert counts.of("failed")
     async with opened(tmp_path / "j.db") as journal:
         found = await journal.get("resp_1", "")
         assert (found.status, found.answer, found.finishes) == ("completed", b"{}", ["stop"])
@@ -228,7 +228,7 @@ async def test_a_slow_disk_delays_and_loses_nothing(tmp_path):
         log = journal.tokens("resp_1")
         await asyncio.gather(*(append(log, [n]) for n in range(100)))
         assert (await journal.ids("resp_1"))[0].tokens == list(range(100))
-    assert len(counts.of("journal_committed")) < 10
+    assert len(counts.of("committed")) < 10
 
 
 # ---------------------------------------------------------------- the server ends

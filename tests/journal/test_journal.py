@@ -8,11 +8,12 @@ import stat
 
 import pytest
 from journaling import append, opened, record
-from supervising import Recorded, sequence
+from supervising import Recorded, sequence, until
 
 from server.errors import InvalidValue, JournalUnavailable
 from server.ipc.sequence import Grammar, TokenLogprobs
 from server.journal import tables, writing
+from server.journal.measures import JournalMetrics
 
 
 async def test_a_record_is_read_as_it_was_written(tmp_path):
@@ -73,9 +74,9 @@ async def test_what_comes_at_once_is_one_transaction(tmp_path):
     async with opened(tmp_path / "j.db", counts) as journal:
         await journal.add(record(choices=16))
         log = journal.tokens("resp_1")
-        before = len(counts.of("journal_committed"))
+        before = len(counts.of("committed"))
         await asyncio.gather(*(append(log, [1], index=choice) for choice in range(16)))
-        assert len(counts.of("journal_committed")) == before + 1
+        assert len(counts.of("committed")) == before + 1
 
 
 async def test_a_final_status_is_decided_once(tmp_path):
@@ -187,7 +188,7 @@ async def test_the_state_says_what_is_stored(tmp_path):
         await journal.add(record())
         await journal.add(record("resp_2"))
         await journal.finish("resp_2", "failed")
-        await asyncio.sleep(1.2)
+        await until(lambda: journal.state.stored.get("failed"))
         state = journal.state
     assert (state.condition, state.reason, state.path) == ("on", None, str(tmp_path / "j.db"))
     assert (state.stored, state.limit) == ({"queued": 1, "failed": 1}, 8 * 2**20)
@@ -233,3 +234,31 @@ def test_a_migration_is_done_as_a_whole_or_not_at_all(tmp_path):
     with pytest.raises(sqlite3.OperationalError):
         connection.execute("SELECT note FROM record")
     connection.close()
+
+
+async def test_what_is_counted_of_stored_answers(tmp_path):
+    measured = JournalMetrics()
+    async with opened(tmp_path / "j.db", measured) as journal:
+        measured.view = journal
+        await journal.add(record())
+        await journal.add(record("resp_2", background=False))
+        await append(journal.tokens("resp_1"), [1])
+        await journal.finish("resp_1", "completed")
+        await journal.finish("resp_1", "failed")
+        await journal.fail_foreground("the server ended")
+        await until(lambda: journal.state.stored == {"completed": 1, "failed": 1})
+        with journal.hold("resp_1"), journal.hold("resp_1"):
+            found = {s.name: s.value for family in measured.collect() for s in family.samples if not s.labels}
+            by_status = {
+                (s.name, s.labels["status"]): s.value
+                for family in measured.collect()
+                for s in family.samples
+                if s.labels.get("status") in ("completed", "failed")
+            }
+    assert found["marathon_journal_writable"] == 1
+    assert found["marathon_stored_answer_readers"] == 2
+    assert found["marathon_journal_bytes"] >= 4096
+    assert found["marathon_journal_limit_bytes"] == 2**30
+    assert found["marathon_journal_commit_seconds_count"] >= 5
+    assert set(by_status.values()) == {1}
+    assert len(by_status) == 4

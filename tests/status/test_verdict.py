@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from server.journal.state import JournalState
 from server.status import verdict
 from server.status.state import BufferState, EngineFacts, MemoryState, QueueState, RowState, Status
 from server.status.verdict import Verdict, judge
@@ -126,3 +127,11 @@ def test_a_drain_is_told() -> None:
 )
 def test_durations_are_said_as_people_do(seconds: float, said: str) -> None:
     assert verdict.duration(seconds) == said
+
+
+@pytest.mark.parametrize(("condition", "level"), [("on", "ok"), ("off", "ok"), ("unavailable", "warning")])
+def test_a_journal_that_cannot_be_written_is_a_warning_with_its_reason(condition: str, level: str) -> None:
+    journal = JournalState(condition, "the disk is full", "j.db", 10, 100, {}, 0)
+    found = judge(status(journal=journal), 0)
+    assert found.level == level
+    assert ("the disk is full" in words(found)) == (condition == "unavailable")

@@ -17,7 +17,7 @@ from server.settings import load
 
 
 @asynccontextmanager
-async def opened(path: Path | str, counts: Recorded | None = None, **settings: Any) -> AsyncIterator[Journal]:
+async def opened(path: Path | str, counts: Any = None, **settings: Any) -> AsyncIterator[Journal]:
     journal = Journal(load({"journal": str(path), **settings}), counts or Recorded())
     await journal.open()
     try:
