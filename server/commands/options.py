@@ -20,6 +20,7 @@ COMMANDS = {
     "cache": "show the KV that is kept on disk, or clear it",
     "models": "list the models on this machine and tell which of them fit its memory",
     "config": "print a settings file with every setting, its meaning and its default",
+    "journal": "list, show, export or delete the stored answers on this machine",
 }
 
 
@@ -76,6 +77,21 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """The command takes none."""
 
 
+def _journal_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        nargs="?",
+        default="list",
+        choices=["list", "show", "export", "delete"],
+        help="what to do: list all, show some with what was asked, export as one line of JSON each, delete [list]",
+    )
+    parser.add_argument("ids", nargs="*", metavar="ID", help="which answers; export takes all where none is named")
+    parser.add_argument("--journal", metavar="PATH", help="file of the journal [the one that a server would use]")
+    parser.add_argument("--all", action="store_true", help="delete every finished answer")
+    parser.add_argument("--json", action="store_true", help="list as one line of JSON each")
+    parser.epilog = "Works beside a running server. What isn't finished is cancelled through the server."
+
+
 def run(command: str, options: dict[str, Any]) -> int:
     """Carry out a command and return the exit code. Raises StartupError with the line to print."""
     try:
@@ -123,6 +139,12 @@ def _config(options: dict[str, Any]) -> int:
     return 0
 
 
+def _journal(options: dict[str, Any]) -> int:
+    from server.commands import journal
+
+    return journal.run(options)
+
+
 _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "status": _status_arguments,
     "top": _remote_arguments,
@@ -130,6 +152,7 @@ _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "models": _models_arguments,
     "cache": _cache_arguments,
     "config": _no_arguments,
+    "journal": _journal_arguments,
 }
 _RUN: dict[str, Callable[[dict[str, Any]], int]] = {
     "status": _status,
@@ -138,4 +161,5 @@ _RUN: dict[str, Callable[[dict[str, Any]], int]] = {
     "models": _models,
     "cache": _cache,
     "config": _config,
+    "journal": _journal,
 }

@@ -107,7 +107,7 @@ def _migrate(connection: sqlite3.Connection, statements: str, number: int) -> No
     connection.execute(f"PRAGMA user_version = {number}")
 
 
-def transaction(connection: sqlite3.Connection, work: Callable[[], None]) -> None:
+def transaction(connection: sqlite3.Connection, work: Callable[[], object]) -> None:
     """All of `work` or nothing. Raises what it raises."""
     connection.execute("BEGIN IMMEDIATE")
     try:
