@@ -28,6 +28,7 @@ from server.model_files.locate import at_hand
 from server.serving.entrance import Entrance
 from server.serving.http_connection import Protocol
 from server.serving.listening import listen
+from server.serving.notify import ServiceManager
 from server.serving.startup import Startup, StartupInterrupt
 from server.settings import Settings
 from server.supervision.supervisor import Supervisor
@@ -66,7 +67,12 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: ASGIApp, supervisor: Supervisor | None, settings: Settings, announce: Callable[[Ready], None]
+        self,
+        app: ASGIApp,
+        supervisor: Supervisor | None,
+        settings: Settings,
+        announce: Callable[[Ready], None],
+        manager: ServiceManager | None = None,
     ) -> None:
         """Without a `supervisor` yet, `app` is an Entrance that makes it."""
         super().__init__(config(app))
@@ -75,6 +81,7 @@ class Server(uvicorn.Server):
         self._supervisor = supervisor
         self._settings = settings
         self._announce = announce
+        self._manager = manager or ServiceManager({})
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -86,6 +93,7 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._tasks.append(asyncio.ensure_future(self._open()))
+        self._tasks.append(asyncio.ensure_future(self._manager.watch()))
 
     async def _open(self) -> None:
         """Until a first engine is ready, or it is known that there can be none."""
@@ -96,6 +104,7 @@ class Server(uvicorn.Server):
             gc.collect()
             gc.freeze()  # modules stay: a full collection would look through them for 40 ms while streams wait
             self._announce(await self._first_engine(self._supervisor))
+            self._manager.ready()
         except StartupError as error:
             self.failure = error
             self.should_exit = True
@@ -125,6 +134,7 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
+        self._manager.stopping()
         if self._supervisor is None:
             assert self._entrance is not None
             self._entrance.give_up()
@@ -175,7 +185,7 @@ def _serve(settings: Settings) -> None:
         model = settings.model or "the starter model"
         startup.say(f"Marathon {server.__version__} loads {model}; {address} takes requests, which wait for it")
         entrance = Entrance(settings, startup)
-        running = Server(entrance, None, settings, announce)
+        running = Server(entrance, None, settings, announce, ServiceManager())
         running.run(sockets=sockets)
     if running.failure is not None:
         raise running.failure

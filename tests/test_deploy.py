@@ -55,7 +55,7 @@ def test_the_agent_runs_marathon_with_options_that_exist(agent: dict[str, Any]):
 
 def test_the_agent_is_not_throttled_and_comes_back_after_a_crash(agent: dict[str, Any]):
     assert agent["ProcessType"] == "Interactive"
-    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert agent["KeepAlive"] is True  # also after a signal: background work goes on then
     assert agent["ThrottleInterval"] >= 10  # launchd's own default
     assert agent["RunAtLoad"] is True
 
@@ -118,12 +118,20 @@ def test_the_unit_may_drain_before_it_is_killed(service: dict[str, str]):
 
 def test_the_unit_survives_the_death_of_an_engine(service: dict[str, str]):
     assert service["OOMPolicy"] == "continue"
-    assert service["Restart"] == "on-failure"
+    assert service["Restart"] == "always"
     assert service["RestartPreventExitStatus"] == str(cli.EXIT_UNABLE)
 
 
-def test_the_unit_may_write_where_the_caches_are(service: dict[str, str]):
+def test_the_unit_may_write_where_the_caches_and_the_journal_are(service: dict[str, str]):
     assert f"XDG_CACHE_HOME=%C/{service['CacheDirectory']}" in service["Environment"].split()
+    assert f"XDG_DATA_HOME=%S/{service['StateDirectory']}" in service["Environment"].split()
+    assert service["StateDirectoryMode"] == "0700"
+
+
+def test_the_unit_waits_for_an_engine_and_ends_a_server_that_is_stuck(service: dict[str, str]):
+    assert service["Type"] == "notify"
+    assert service["TimeoutStartSec"] == "infinity"  # a first start may fetch a model
+    assert float(service["WatchdogSec"]) >= 30
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,9 @@ def run(options: dict[str, Any]) -> int:
     if path is None:
         raise StartupError("the journal is off; --journal names a file")
     if not path.is_file():
+        if options["action"] == "list" and not options["journal"]:
+            print(f"nothing is stored; a server would do it in {path}")
+            return 0
         raise StartupError(f"there is no journal at {path}")
     try:
         return _ACTIONS[options["action"]](path, options)

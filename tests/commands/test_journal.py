@@ -107,3 +107,9 @@ async def test_a_mistake_is_one_line(tmp_path: Path, capsys, arguments: list[str
     assert (found.code, found.out) == (2, "")
     (line,) = found.err.splitlines()
     assert words in line
+
+
+async def test_without_a_journal_the_list_says_where_it_would_be(empty_home: Path, capsys) -> None:
+    found = await in_thread(capsys, "journal")
+    assert (found.code, found.err) == (0, "")
+    assert found.out == f"nothing is stored; a server would do it in {empty_home}/data/mlx-marathon/journal.db\n"
