@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import httpx
 
+from server.commands.reading import ReadingBar
 from server.commands.remote import Remote, check, error_in, events, find
 from server.errors import StartupError
 
@@ -70,12 +71,16 @@ def stream(remote: Remote, body: Mapping[str, Any]) -> None:
     """Print the answer as it comes. Raises StartupError where it can't be had or breaks off."""
     paper = Paper(sys.stdout, sys.stderr)
     try:
-        with remote.client(None) as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+        with (
+            ReadingBar(remote, sys.stderr) as bar,
+            remote.client(None) as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as response,
+        ):
             check(response)
             for _, data in events(response):
                 if data == b"[DONE]":
                     return
-                _take(json.loads(data), paper)
+                _take(json.loads(data), paper, bar)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise remote.unreachable(error) from error
     finally:
@@ -83,12 +88,16 @@ def stream(remote: Remote, body: Mapping[str, Any]) -> None:
     raise StartupError(f"the answer broke off: the server at {remote.url} has ended")
 
 
-def _take(event: dict[str, Any], paper: Paper) -> None:
+def _take(event: dict[str, Any], paper: Paper, bar: ReadingBar) -> None:
     if sentence := error_in(event):
         raise StartupError(sentence)
     for choice in event["choices"]:
-        paper.think(choice["delta"].get("reasoning_content") or "")
-        paper.write(choice["delta"].get("content") or "")
+        thought = choice["delta"].get("reasoning_content") or ""
+        text = choice["delta"].get("content") or ""
+        if thought or text:
+            bar.stop()
+        paper.think(thought)
+        paper.write(text)
 
 
 class Paper:

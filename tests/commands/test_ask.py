@@ -16,6 +16,7 @@ from fake_engine import FakeEngine
 from serving import HELLO, Site, engine, run_server, says
 from tokenizers import AddedToken
 
+from server.commands import reading
 from server.ipc import messages
 from server.text.tokenizer import Tokenizer
 
@@ -77,6 +78,34 @@ async def test_reasoning_is_dimmed_in_a_terminal_and_left_out_of_a_pipe(
     thoughts, _, answer = screen.text.partition("\r\n")
     assert "".join(re.findall(r"\x1b\[2m(.+?)\x1b\[0m", thoughts)) == "hm hm"
     assert answer == "It is [31mOslo.\r\n", "no escape sequence of a model's reaches a terminal"
+
+
+async def test_a_terminal_shows_how_far_a_long_prompt_is_read_until_the_answer_begins() -> None:
+    slow = engine(prefill_seconds=4.0, prefill_chunks=8)
+    async with run_server(slow) as site, terminal("ask", "word " * 200, "--url", site.url) as screen:
+        await screen.until("reading the prompt")
+        assert await screen.end() == 0
+    shown, _, answer = screen.text.rpartition("\r\x1b[K")
+    assert answer == f"{HELLO}\r\n", "the line is gone before the answer begins"
+    done = [int(number) for number in re.findall(r"[█░]{24} (\d+) of \d+ tokens", shown)]
+    assert done == sorted(done)
+    assert done[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"state": "reading", "read": 512, "to_read": 2048}, "██████░"),
+        ({"state": "reading", "read": None, "to_read": 2048}, "░ 0 of 2,048 tokens"),
+        ({"state": "reading", "read": None, "to_read": None}, ""),
+        ({"state": "waiting", "read": None, "to_read": None}, "waiting for room"),
+        ({"state": "resuming", "read": None, "to_read": None}, "goes on in the next"),
+        ({"state": "decoding", "read": None, "to_read": None}, ""),
+    ],
+)
+def test_the_line_says_what_a_question_waits_for(row: dict[str, object], said: str) -> None:
+    assert said in reading.words(row)
+    assert bool(said) == bool(reading.words(row))
 
 
 async def test_where_no_server_runs_one_is_started_and_ended(tiny: Callable[..., Path]) -> None:
