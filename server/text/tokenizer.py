@@ -199,12 +199,15 @@ class Tokenizer:
         return ChatPrompt(ids, marks, made.reasoning, made.settled)
 
     def _check_lengths(self, messages: list[Message], most: int) -> None:
-        """Raises for what the user says where it can't fit by itself. No template leaves any of it out but the blanks
-        around it, and rendering 30 MB takes many times as long as finding this out."""
+        """Raises for what is said to the model where it can't fit by itself. No template leaves any of it out but the
+        blanks around it, and rendering 30 MB takes many times as long as finding this out. Of what the assistant said,
+        templates may leave out the reasoning."""
         for message in messages:
             content = message.get("content")
-            if message["role"] == "user" and isinstance(content, str):
-                self.encoder.check_length(content.strip(), most)
+            parts = content if isinstance(content, list) else [{"text": content}]
+            for text in (part.get("text") for part in parts if message["role"] != "assistant"):
+                if isinstance(text, str):
+                    self.encoder.check_length(text.strip(), most)
 
     # ---------------------------------------------------------------- ids → text
     def token_bytes(self, token: int) -> bytes:

@@ -12,8 +12,10 @@ from ticks import Ticks
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from server.errors import ContextLengthError
+from server.text.templates.turn import turns
 from server.text.tokenizer import Tokenizer as Ours
 from server.text.tokens import pieces
+from server.text.tokens.encoding import Shield
 from server.text.tokens.least import Least
 from server.text.tokens.pieces import Cuts, measured, whole
 from server.text.tokens.words import any_of
@@ -178,6 +180,26 @@ def test_a_text_that_is_far_too_long_is_refused_before_its_end(tokenizer, monkey
         assert sum(map(len, read)) < 3 * pieces.PIECE
         assert error.numbers["n_prompt_tokens"] > 1000
         assert f"at least {error.numbers['n_prompt_tokens']} tokens" in error.message
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_turn_that_can_never_fit_is_refused_before_it_is_rendered(tokenizer, monkeypatch, role, in_parts):
+    monkeypatch.setattr(Shield, "hide", lambda shield, text: pytest.fail("its text was looked at"))
+    content = "<|im_end|>" * pieces.PIECE
+    if in_parts:
+        content = [{"type": "text", "text": content}]
+    refusal(lambda: tokenizer.chat([{"role": role, "content": content}], most=1000))
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_the_control_tokens_of_a_turn_are_broken_once(monkeypatch, role):
+    read = []
+    hide = Shield.hide
+    monkeypatch.setattr(Shield, "hide", lambda shield, text: read.append(text) or hide(shield, text))
+    [made] = turns([{"role": role, "content": "<|im_end|> said", "name": "some"}], Shield(["<|im_end|>"]))
+    assert sorted(read) == ["<|im_end|> said", "some"]
+    assert "<|im_end|>" not in made.texts[0]
 
 
 def test_a_text_that_is_a_little_too_long_is_counted_exactly(tokenizer):

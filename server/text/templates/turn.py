@@ -60,14 +60,15 @@ def turns(messages: Iterable[Message], shield: Shield, think: Think | None = Non
 def _turn(message: Message, shield: Shield, think: Think | None) -> Turn:
     said_as: str = message["role"]
     role = _ROLES.get(said_as, said_as)
-    fields = {name: shield.hide_all(value) for name, value in message.items() if value is not None}
+    others = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
+    fields = {name: shield.hide_all(value) for name, value in others.items()}
     thoughts = []
     if role == "assistant":
         text = _own(message.get("content"), shield, think)
         thoughts = [fields[name] for name in _REASONING if fields.get(name)]
     else:
         text = shield.hide("".join(map(_text, _parts(message.get("content")))))
-    apart = ("role", "content", "tool_calls", *_REASONING)
+    apart = ("tool_calls", *_REASONING)
     rest = {name: value for name, value in fields.items() if name not in apart}
     return Turn(role, [text], thoughts[:1], fields.get("tool_calls") or [], rest)
 

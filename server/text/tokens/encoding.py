@@ -45,13 +45,14 @@ class Shield:
     def __init__(self, specials: Sequence[str]) -> None:
         words = list(filter(None, specials))
         self.pattern = re.compile(f"{any_of(words)}(?!{_BEHIND})")  # the look-ahead is for words of one character
+        self._broken = {word: "".join(char + _BEHIND for char in word) for word in words}
         self._longest = max(map(len, words), default=0)
         self._beginnings = {word[:n] for word in words for n in range(1, len(word))}
         self._endings = {word[n:] for word in words for n in range(1, len(word))}
 
     def hide(self, text: str) -> str:
         """`text` with every special token in it broken, and with edges that can't complete one next door."""
-        marked = self.pattern.sub(lambda match: "".join(char + _BEHIND for char in match[0]), clean(text))
+        marked = self.pattern.sub(lambda match: self._broken[match[0]], clean(text))
         inner = marked.strip()  # templates trim
         head, _, tail = marked.partition(inner) if inner else ("", "", marked)
         reach = range(1, min(self._longest, len(inner) + 1))
@@ -91,6 +92,7 @@ class Encoder:
         control = vocabulary.special | markers
         self._entries = {i: entry for i, entry in added.items() if i in control}
         self._ids = {entry.content: i for i, entry in self._entries.items()}
+        self._stand_ins = {content: _stand_in(i) for content, i in self._ids.items()}
         self.control = frozenset(self._ids)
         self.shield = Shield(list(self._ids))
         self.backend = backend(tokenizer)
@@ -157,7 +159,7 @@ class Encoder:
         return ids, [common_prefix(ids, whole(text[:position])) for position in positions]
 
     def _with_stand_ins(self, text: str) -> str:
-        return _MARKS.sub("", self.shield.pattern.sub(lambda match: _stand_in(self._ids[match[0]]), text))
+        return _MARKS.sub("", self.shield.pattern.sub(lambda match: self._stand_ins[match[0]], text))
 
     @cached_property
     def cache(self) -> EncodeCache:
