@@ -13,7 +13,7 @@ UV := 0.13
 # Percent of server/, branches counted; only a run of the whole suite is held to it.
 COVERAGE := 90
 
-.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-pages accept-agents accept-clients accept-schemas accept-templates accept-tokenizers accept-monitoring
+.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-pages accept-agents accept-clients accept-openapi accept-schemas accept-templates accept-tokenizers accept-monitoring
 
 install: $(STAMP)
 
@@ -96,6 +96,10 @@ accept-clients: install
 # Real coding agents, from npm, against a model that says a script.
 accept-agents: install
 	$(BIN)/python scripts/agents.py $(ARGS)
+
+# Fetches schemathesis into an environment of its own.
+accept-openapi: install
+	$(BIN)/python scripts/openapi.py $(ARGS)
 
 accept-schemas: install
 	$(BIN)/python -m loadtests.schemas $(ARGS)

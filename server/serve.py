@@ -30,7 +30,7 @@ from server.serving.http_connection import Protocol
 from server.serving.listening import listen
 from server.serving.notify import ServiceManager
 from server.serving.startup import Startup, StartupInterrupt
-from server.settings import Settings
+from server.settings import Settings, http_address
 from server.supervision.supervisor import Supervisor
 from server.telemetry import logs
 
@@ -174,7 +174,7 @@ def _serve(settings: Settings) -> None:
     sockets = listen(settings.host, settings.port)
     if settings.model is not None:
         at_hand(settings.model)  # so that a mistyped name is one line and no more
-    address = f"http://{_shown(settings.host)}:{sockets[0].getsockname()[1]}/v1"
+    address = http_address(settings.host, sockets[0].getsockname()[1]) + "/v1"
     with Startup() as startup:
 
         def announce(ready: Ready) -> None:
@@ -189,9 +189,3 @@ def _serve(settings: Settings) -> None:
         running.run(sockets=sockets)
     if running.failure is not None:
         raise running.failure
-
-
-def _shown(host: str) -> str:
-    if ":" in host:
-        return f"[{host}]"
-    return host

@@ -32,6 +32,7 @@ __all__ = [
     "read_sources",
 ]
 
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # hosts that mean every address, and the one that clients here use
 SIZE_UNITS = "a number of bytes, or one with a unit: 500MB and 8GB are powers of 1000, 512MiB and 8GiB of 1024"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SHOWN_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (10**9, "GB"), (10**6, "MB"), (2**10, "KiB"))
@@ -203,6 +204,11 @@ class Settings(Serving, Limits, EngineSettings, JournalSettings, Logs):
     def _as_browsers_send_them(cls, origins: list[str]) -> list[str]:
         return [origin.rstrip("/").lower() for origin in origins]
 
+    @property
+    def base_url(self) -> str:
+        """The address at which a client on this machine reaches the server."""
+        return http_address(WILDCARDS.get(self.host, self.host), self.port)
+
     def allowed_context(self, model: int) -> int:
         """Positions a sequence may have when the model was made for so many."""
         return min(model, self.context or model)
@@ -212,6 +218,13 @@ class Settings(Serving, Limits, EngineSettings, JournalSettings, Logs):
         if not is_loopback(self.host) and not (self.api_key or self.api_key_file):
             raise ValueError(f"listening on {self.host} needs --api-key or --api-key-file; use 127.0.0.1 for local use")
         return self
+
+
+def http_address(host: str, port: int) -> str:
+    """Build the base address of a server that listens there, without a final slash."""
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

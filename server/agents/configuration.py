@@ -16,7 +16,6 @@ from server.settings import Settings
 MODEL = "default"  # the name under which any model answers
 KEY = "none"  # where no key is configured, any will do
 CATALOG = "marathon-models.json"
-WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 def report(settings: Settings) -> str:
@@ -25,7 +24,7 @@ def report(settings: Settings) -> str:
     config = model_config.read(folder, "config.json")
     own = model_config.read(folder, "tokenizer_config.json")
     context = settings.allowed_context(model_config.context_length(config, own))
-    url = f"http://{WILDCARDS.get(settings.host, settings.host)}:{settings.port}"
+    url = settings.base_url
     key = KEY
     if settings.api_key or settings.api_key_file:
         key = "YOUR-API-KEY"

@@ -109,7 +109,9 @@ def streamed(chunk: type[BaseModel]) -> dict[str, Any]:
 
 def event_stream(description: str) -> dict[str, Any]:
     """Documentation of an answer that is always an event stream."""
-    return {"description": description, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    text = {"type": "string"}
+    event = {"type": "object", "required": ["event", "data"], "properties": {"event": text, "data": text}}
+    return {"description": description, "content": {"text/event-stream": {"itemSchema": event}}}
 
 
 def routes(app: FastAPI) -> APIRouter:

@@ -16,7 +16,7 @@ from server.api.input import body, own_input, response_format, responses_input, 
 from server.api.input.conversation import Conversation
 from server.api.input.identity import AnswerIdentity, StoreOptions
 from server.api.input.members import unknown
-from server.api.input.refusals import check_unoffered
+from server.api.input.refusals import check_bias, check_unoffered
 from server.api.input.response_format import AnswerForm
 from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.responses_tools import Identities
@@ -122,6 +122,7 @@ def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
 def check(request: ResponsesRequest) -> None:
     """Raises for the first option that can't be fulfilled."""
     check_unoffered(request)
+    check_bias(request)
     if request.reasoning is not None:
         check_unoffered(request.reasoning, "reasoning.")
     if request.background_options is not None:

@@ -20,7 +20,6 @@ from server.settings import load_from, read_sources
 
 CONNECT_SECONDS = 5.0
 _HOST = re.compile(r"[\w.:-]+")
-WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,7 @@ def find(url: str | None, key: str | None) -> Remote:
     settings = load_from(read_sources({}, None))
     key = key or next(iter(read_keys(settings)), None)
     if url is None:
-        host = WILDCARDS.get(settings.host, settings.host)
-        if ":" in host:
-            host = f"[{host}]"
-        return Remote(f"http://{host}:{settings.port}", key, is_default=True)
+        return Remote(settings.base_url, key, is_default=True)
     if not url.startswith(("http://", "https://")):
         raise StartupError(f"--url {url}: an address begins with http:// or https://")
     if not _HOST.fullmatch(_host(url)):

@@ -231,6 +231,8 @@ def test_a_sealed_thought_comes_back_and_a_foreign_one_is_left_out() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"a word": 1}}, "logit_bias"),
+        ({"logit_bias": [["9" * 5000, 1]]}, "logit_bias"),
         ({"model": "other"}, "model"),
     ],
 )  # fmt: skip
@@ -433,6 +435,7 @@ SOME: dict[str, list[Any]] = {
     "reasoning": [{}, {"effort": "low"}, {"effort": "none"}, {"effort": "so-so"}, {"summary": "auto"}, "x"],
     "temperature": [0, 1, 3, "hot"], "top_p": [0.5, 2], "top_logprobs": [0, 3, 30], "stream": [True, False, "yes"],
     "instructions": ["x", 1, None], "metadata": [{}, {"a": 1}, []], "parallel_tool_calls": [True, False, 1],
+    "logit_bias": [{"5": 1}, {"x": 1}, {"-1": 1}, {"5": 101}, [[5, 1]], 3], "seed": [1, 2**80], "stop": ["x", [""], 5],
     "truncation": ["disabled", "auto"], "background": [False, True], "store": [True], "user": [1], "nothing": [1],
 }  # fmt: skip
 

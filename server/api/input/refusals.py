@@ -15,6 +15,7 @@ from server.api.input.schema import (
     GenerationRequest,
     Message,
     Part,
+    SamplingFields,
     Tool,
     Wire,
     unoffered,
@@ -67,6 +68,11 @@ def _check_common(request: GenerationRequest, settings: Settings) -> None:
         raise InvalidValue("logprob_token_ids needs `logprobs`", param="logprob_token_ids")
     if request.stream and request.prompt_logprobs is not None:
         raise UnsupportedParameter("prompt_logprobs aren't offered in streams", param="prompt_logprobs")
+    check_bias(request)
+
+
+def check_bias(request: SamplingFields) -> None:
+    """Raises for keys of logit_bias that are no token ids."""
     if wrong := [key[:50] for key in request.logit_bias or {} if not _is_id(key)]:
         raise InvalidValue(f"logit_bias: {', '.join(map(repr, wrong[:20]))}: no token id", param="logit_bias")
 

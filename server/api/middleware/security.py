@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.middleware.access import refusal
 from server.errors import Forbidden, InvalidApiKey, InvalidValue, RequestError, StartupError
-from server.settings import Settings
+from server.settings import WILDCARDS, Settings
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
 OPEN_FOLDER = "/page/"  # the live page's files, which say nothing of the server
@@ -27,7 +27,6 @@ _HOST = re.compile(
     r"([a-z0-9._~!$&'()*+,;=%-]*|\[[0-9a-f:.]+\])(:[0-9]*)?|[0-9a-f:.]*"
 )  # the last one without brackets
 OWNER = "marathon.owner"  # in a request's scope: of whom the stored answers are that it may see
-WILDCARDS = frozenset({"0.0.0.0", "::"})
 
 
 class Names:
