@@ -18,9 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import install  # noqa: E402
+
 from loadtests import harness  # noqa: E402
 from loadtests.zoo.models import obtain  # noqa: E402
-from scripts import install  # noqa: E402
 from server.config.cache_folder import cache_folder  # noqa: E402
 
 REQUIRES = "schemathesis>=4.32,<5"

@@ -9,11 +9,20 @@ The verdict errs towards accepting: a keyword that isn't read here is taken to h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
 MOST_PASSES = 50  # over all parts; what isn't decided by then is accepted, for a chain made to be slow needs them all
+MOST_TOGETHER = 20  # schemas that hold for one value
+MOST_ITEMS = 1_000_000  # none of `prefixItems` lies behind them
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+MOST_NAMES = 500  # of a schema's `required`; those behind them are taken to hold
+MOST_PATTERNS = 10  # of a schema; those behind them are taken to hold
+_PLAIN = re.compile(r"\^?[\w-]*\$?", re.ASCII)
 _MAPS = ("properties", "patternProperties")
 _SINGLE = ("items", "additionalProperties")
 _LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")
@@ -94,35 +103,129 @@ def _endless(root: dict[str, Any], parts: Parts) -> set[int]:
     """The ids of those that aren't finite: what isn't proved to come to an end by those inside it."""
     endless = set(parts)
     targets = {key: list(_target(root, part)) for key, (_, part) in parts.items()}
-    inwards = [(key, part) for key, (_, part) in reversed(parts.items())]
+    inwards = [(key, _together(part, targets)) for key, (_, part) in reversed(parts.items())]
     for _ in range(MOST_PASSES):
         known = len(endless)
-        for key, part in inwards:
-            if key in endless and not any(id(target) in endless for target in targets[key]) and _ends(part, endless):
+        for key, together in inwards:
+            if key in endless and _ends(together, endless, targets):
                 endless.discard(key)
         if len(endless) == known:
             return endless
     return set()
 
 
-def _ends(part: dict[str, Any], endless: set[int]) -> bool:
-    """Whether a finite text may follow a schema, its `$ref` aside."""
-    if any(id(item) in endless for item in [*_schemas(part, "allOf"), *_needed(part)]):
+def _together(part: dict[str, Any], targets: Mapping[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A schema and those that hold beside it wherever it does: the members of `allOf`, and what `$ref` names."""
+    found: dict[int, dict[str, Any]] = {}
+    left = [part]
+    while left and len(found) < MOST_TOGETHER:
+        one = left.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            left += [item for item in _schemas(one, "allOf") if isinstance(item, dict)]
+            left += targets.get(id(one), [])
+    return list(found.values())
+
+
+def _ends(together: list[dict[str, Any]], endless: set[int], targets: Mapping[int, list[dict[str, Any]]]) -> bool:
+    """Whether a finite text may follow schemas that all hold."""
+    for one in together:
+        if any(id(item) in endless for item in [*_schemas(one, "allOf"), *targets.get(id(one), [])]):
+            return False
+    if not _some_kind_ends(together, endless):
         return False
-    choices = [items for key in ("anyOf", "oneOf") if (items := _schemas(part, key))]
-    return all(any(id(item) not in endless for item in items) for items in choices)
+    for one in together:
+        for key in ("anyOf", "oneOf"):
+            choices = _schemas(one, key)
+            if choices and not any(_chosen(item, together, endless, targets) for item in choices):
+                return False
+    return True
 
 
-def _needed(part: dict[str, Any]) -> Iterator[Any]:
-    """The schemas of properties and items that each answer has to have."""
-    if part.get("type") in ("object", ["object"]) and isinstance(properties := part.get("properties"), dict):
-        yield from (properties.get(name) for name in _schemas(part, "required") if isinstance(name, str))
-    least = part.get("minItems")
-    if part.get("type") in ("array", ["array"]) and isinstance(least, int | float) and least > 0:
-        fixed = _schemas(part, "prefixItems")
-        yield from fixed[: int(least)]
-        if least > len(fixed):
-            yield part.get("items")
+def _chosen(
+    item: Any, together: list[dict[str, Any]], endless: set[int], targets: Mapping[int, list[dict[str, Any]]]
+) -> bool:
+    """Whether a finite text may follow an alternative and what holds beside it."""
+    if not isinstance(item, dict):
+        return item is not False
+    if id(item) in endless:
+        return False
+    return _some_kind_ends([*together, *_together(item, targets)], endless)
+
+
+def _some_kind_ends(together: list[dict[str, Any]], endless: set[int]) -> bool:
+    """Whether an answer of some type may do without what is endless."""
+    kinds = _kinds(together)
+    return not kinds or not all(any(id(item) in endless for item in _needed(together, kind)) for kind in kinds)
+
+
+def _needed(together: list[dict[str, Any]], kind: str) -> Iterator[Any]:
+    """The schemas of properties and items that each answer of a type has to have."""
+    if kind == "object":
+        names = {name for one in together for name in _schemas(one, "required")[:MOST_NAMES] if isinstance(name, str)}
+        for one in together:
+            yield from (schema for name in names for schema in _of_property(one, name))
+            if not names and _least(one, "minProperties") > 0 and not _maps(one):
+                yield one.get("additionalProperties")
+    if kind == "array":
+        least = max(_least(one, "minItems") for one in together)
+        for one in together:
+            fixed = _schemas(one, "prefixItems")
+            yield from fixed[:least]
+            if least > len(fixed):
+                yield one.get("items")
+
+
+def _kinds(together: list[dict[str, Any]]) -> set[str]:
+    """The types that an answer may have; all of them where no schema says."""
+    kinds = set(_TYPES)
+    for one in together:
+        said = one.get("type")
+        if isinstance(said, str):
+            kinds &= {said}
+        elif isinstance(said, list):
+            kinds &= {kind for kind in said if isinstance(kind, str)}
+    return kinds
+
+
+def _of_property(one: dict[str, Any], name: str) -> Iterator[Any]:
+    """What a schema says of a property: by its name or plain patterns, else what it says of others."""
+    properties = one.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        yield properties[name]
+        return
+    patterns = one.get("patternProperties")
+    if not isinstance(patterns, dict) or not patterns:
+        yield one.get("additionalProperties")
+        return
+    for pattern, schema in islice(patterns.items(), MOST_PATTERNS):
+        if _matches(pattern, name):
+            yield schema
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of letters and anchors matches; False for all others, which might take Python for ever."""
+    if not _PLAIN.fullmatch(pattern):
+        return False
+    text = pattern.removeprefix("^").removesuffix("$")
+    if pattern.startswith("^") and pattern.endswith("$"):
+        return name == text
+    if pattern.startswith("^"):
+        return name.startswith(text)
+    if pattern.endswith("$"):
+        return name.endswith(text)
+    return text in name
+
+
+def _maps(one: dict[str, Any]) -> bool:
+    return any(one.get(key) for key in _MAPS)
+
+
+def _least(one: dict[str, Any], key: str) -> int:
+    least = one.get(key)
+    if isinstance(least, int | float) and least > 0:
+        return math.ceil(min(least, MOST_ITEMS))
+    return 0
 
 
 # ---------------------------------------------------------------- its place

@@ -158,6 +158,29 @@ def test_a_reference_that_leads_only_to_itself_is_refused_by_its_place(
         assert caught.value.param.startswith(place)
 
 
+BACK = {"$ref": "#/$defs/loop"}
+APART: dict[str, dict[str, Any]] = {
+    "type apart": {"allOf": [{"type": "object"}], "properties": {"x": BACK}, "required": ["x"]},
+    "need apart": {"type": "object", "properties": {"x": BACK}, "allOf": [{"required": ["x"]}]},
+    "all apart": {"allOf": [{"type": "object"}, {"required": ["x"]}, {"properties": {"x": BACK}}]},
+    "by choice": {"type": "object", "properties": {"x": BACK}, "anyOf": [{"required": ["x"]}]},
+    "other member": {"type": "object", "additionalProperties": BACK, "required": ["x"]},
+    "any member": {"type": "object", "additionalProperties": BACK, "minProperties": 1},
+    "pattern": {"type": "object", "patternProperties": {"^x": BACK}, "required": ["x"]},
+    "least apart": {"type": "array", "items": BACK, "allOf": [{"minItems": 1}]},
+    "items apart": {"type": "array", "minItems": 1, "allOf": [{"items": BACK}]},
+    "either": {"type": ["object", "array"], "properties": {"x": BACK}, "required": ["x"], "items": BACK, "minItems": 1},
+}
+
+
+@pytest.mark.parametrize("loop", APART.values(), ids=APART)
+def test_what_makes_a_schema_endless_may_stand_in_several_places(loop: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": BACK}, "$defs": {"loop": loop}}
+    with pytest.raises(InvalidValue, match=r"no text could follow it") as caught:
+        build.check(schema, "S")
+    assert caught.value.param.startswith("S.properties.a")
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -167,6 +190,12 @@ def test_a_reference_that_leads_only_to_itself_is_refused_by_its_place(
         {"type": ["object", "null"], "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
         {"type": "object", "properties": {"a": {"$ref": "#/$defs/tree"}}, "$defs": LOOPS | {"tree": {"type": "null"}}},
         {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 1},
+        {"allOf": [{"type": ["object", "null"]}, {"required": ["next"]}, {"properties": {"next": {"$ref": "#"}}}]},
+        {"properties": {"next": {"$ref": "#"}}, "allOf": [{"required": ["next"]}]},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}, "anyOf": [{"required": ["next"]}, {"required": []}]},
+        {"type": "object", "patternProperties": {"^y": {"$ref": "#"}}, "required": ["x"]},
+        {"type": ["object", "array"], "properties": {"next": {"$ref": "#"}}, "required": ["next"], "items": {}},
+        {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 0},
     ],
     ids=lambda schema: str(schema)[:80],
 )
