@@ -8,6 +8,7 @@ a commit of the journal in the server.
                                                                      read, or after 5 tokens of such a prompt
     kill@before-commit:N   kill@after-commit:N               the server, before or after the journal's N-th commit
     full@commit:N          slow-commit:SECONDS               no room for that commit; each commit takes so much longer
+    slow-disk[:BYTES]      full-disk                         the disk of kept KV: so many bytes a second, or full
     slow-start[:SECONDS]   fail-start[:TIMES]   leak:K               K live buffers a decode step that nobody owns
 
 Several, separated by commas. A fault at a step happens in the server's first engine; `STEP*N` in each of the first N.
@@ -29,8 +30,15 @@ ACTS = ("kill", "abort", "raise", "stall", "garbage", "poison")
 PLACES = ("prefill", "decode", "resume")
 COMMITS = (("kill", "before-commit"), ("kill", "after-commit"), ("full", "commit"))
 POISON_AFTER = 5  # output tokens
-# Seconds, starts, buffers a step, seconds.
-_DEFAULTS = {"slow-start": "5", "fail-start": "1000000", "leak": "", "slow-commit": ""}
+# Seconds, starts, buffers a step, seconds, bytes a second, whether.
+_DEFAULTS = {
+    "slow-start": "5",
+    "fail-start": "1000000",
+    "leak": "",
+    "slow-commit": "",
+    "slow-disk": "1000000",
+    "full-disk": "1",
+}
 _SECONDS = ("slow-start", "slow-commit")
 
 
@@ -53,6 +61,8 @@ class Spec:
     fail_start: int = 0  # starts
     leak: int = 0  # buffers a step
     slow_commit: float = 0.0  # seconds
+    slow_disk: float = 0.0  # bytes a second; 0: as quick as it is
+    full_disk: bool = False
 
     def __bool__(self) -> bool:
         return self != Spec()
@@ -78,6 +88,8 @@ def parse(text: str) -> Spec:
         int(rest.get("fail-start", 0)),
         int(rest.get("leak", 0)),
         rest.get("slow-commit", 0.0),
+        rest.get("slow-disk", 0.0),
+        bool(rest.get("full-disk")),
     )
 
 

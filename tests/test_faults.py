@@ -25,6 +25,8 @@ from server.faults import Fault, Faults, Spec, parse
         ("slow-start", Spec(slow_start=5.0)),
         ("slow-start:0.25,fail-start:2,leak:3", Spec(slow_start=0.25, fail_start=2, leak=3)),
         ("fail-start", Spec(fail_start=10**6)),
+        ("slow-disk", Spec(slow_disk=1e6)),
+        ("slow-disk:5000,full-disk", Spec(slow_disk=5000.0, full_disk=True)),
         ("garbage@decode:5,raise@decode:6", Spec((Fault("garbage", "decode", 5), Fault("raise", "decode", 6)))),
     ],
 )

@@ -53,7 +53,10 @@ class Row:
     score: TokenLogprobs | None = None  # of the pending token, while the row moves between batches
     stops: frozenset[int] = frozenset()
     arrived: float = 0.0
-    cached: int = 0  # prompt tokens that came from the prefix cache
+    cached: int = 0  # tokens that came from the prefix cache or from the disk
+    is_fetching: bool = False  # its caches are being read from the disk; until then none of its tokens is read
+    restored: tuple[Caches, int] | None = None  # caches from the disk, and the tokens that they hold
+    is_from_disk: bool = False
     read: int = 0  # tokens that its caches hold while the prompt is read
     rebuilds: int = 0  # times that it was rebuilt from tokens without a token since
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens 1…, if asked for
@@ -97,6 +100,7 @@ class Row:
         self.hand_over()
         self.constraint = None
         self.prompt_scores = []
+        self.restored = None
         self.read = 0
 
 

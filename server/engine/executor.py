@@ -6,7 +6,7 @@ decides nothing, reads no clock and no memory: what it is told to do comes from 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -42,6 +42,13 @@ from server.engine.prefix_cache import PrefixCache
 from server.ipc.sequence import TokenLogprobs
 
 
+class MarkSaver(Protocol):
+    """Saves what a row holds at the lengths at which prompts are kept."""
+
+    def save_mark(self, row: Row, length: int) -> None:
+        """The row's caches hold its first `length` tokens now."""
+
+
 class Executor:
     """Owned by the loop, which puts rows in and takes them out; `rows` is by their numbers."""
 
@@ -55,6 +62,7 @@ class Executor:
         self.rows = rows
         self._laps = laps
         self.batches: dict[int, Batch] = {}
+        self.marks: MarkSaver | None = None
         self._verbs = {
             Begin: self._begin,
             Read: self._read,
@@ -114,6 +122,10 @@ class Executor:
         found = None
         if not row.sequence.prompt_logprobs:
             found = self._prefix.lookup(row.tokens)
+        if row.restored is not None and (found is None or row.restored[1] > found[1]):
+            found = row.restored
+            row.is_from_disk = True
+        row.restored = None
         row.caches, row.cached = found or (make_prompt_cache(self._model), 0)
         row.read = row.cached
         return row.cached
@@ -162,6 +174,8 @@ class Executor:
     def _keep_prompt(self, operation: KeepPrompt) -> None:
         row = self.rows[operation.seq]
         self._prefix.insert_copy(row.tokens[: operation.length], row.single())
+        if self.marks is not None:
+            self.marks.save_mark(row, operation.length)
 
     def _keep_read(self, operation: KeepRead) -> None:
         row = self.rows[operation.seq]

@@ -26,6 +26,7 @@ from server.compute.rows import Row, StepOutput
 from server.compute.stopwatch import Stopwatch
 from server.config.cache_folder import TRIALS, cache_folder
 from server.engine.channel import SERVING, Channel, Heartbeat
+from server.engine.checkpoints import Checkpoints
 from server.engine.compiling import COMPILE_SECONDS, Compiling
 from server.engine.constraints import Grammars
 from server.engine.executor import Executor
@@ -46,6 +47,7 @@ from server.faults import Faults
 from server.ipc.messages import Cancel, Command, Drain, End, Reclaim, Start, Submit
 from server.ipc.sequence import TokenSequence
 from server.ipc.snapshot import Snapshot
+from server.kv_store.opening import Opening, opened
 from server.memory.pressure import PressureAction, Verb
 from server.memory.residency import Residency, device_memory
 from server.settings import Settings
@@ -101,9 +103,10 @@ class Loop:
         executor: Executor | None = None,
         clock: Callable[[], float] = perf_counter,
         grammars: Grammars | None = None,
+        opening: Opening | None = None,
     ) -> None:
         """Without an `executor` the plans are carried out on this process's device. `grammars`: those that were begun
-        before the model was loaded; without them none can be followed."""
+        before the model was loaded; without them none can be followed. `opening`: the store of KV on disk, if any."""
         guard = Guard(settings.guard, settings.census_steps, snapshot)
         watch = Stopwatch(clock)
         snapshot.step_seconds = watch.seconds
@@ -120,6 +123,10 @@ class Loop:
         self._groups = Groups(executor.batches, loaded, settings.long_group_interval)
         self.runner = Runner(executor, self.rows, watch, heartbeat, snapshot, faults, residency)
         self._outbox = Outbox(channel, start.epoch, snapshot, watch)
+        self._checkpoints = Checkpoints(
+            loaded.model, executor.batches, self._prefill, prefix, heartbeat, snapshot, opening
+        )
+        executor.marks = self._checkpoints
         grammars = grammars or Grammars(Future())
         grammars.rows = self._vocabulary
         self.compiling = Compiling(grammars)
@@ -141,10 +148,12 @@ class Loop:
         self._take_commands()
         if self.rows:
             self._iterate()
+        self._checkpoints.report()
 
     def close(self) -> None:
         """Free everything in an order that lets the process exit cleanly: without it MLX may abort at exit."""
         self.compiling.close()
+        self._checkpoints.close()
         self.rows.clear()
         self._prefill.readings.clear()
         self.runner.close()
@@ -178,6 +187,7 @@ class Loop:
             for act in self._pressure_response.reclaim():
                 self._preempt(act)
         elif isinstance(command, Drain):
+            self._checkpoints.save_leaving(self.rows, ended=False)
             self._state = State.DRAINING
 
     def _submit(self, command: Submit) -> None:
@@ -194,6 +204,7 @@ class Loop:
         self.rows[row.seq] = row
         self.compiling.begin(row)
         self._prefill.insert(row)
+        self._checkpoints.begin(row)
 
     def _cancel(self, seq: int) -> None:
         """The server wants no more of this row. What it has read is kept as it is of a row that ends by itself."""
@@ -206,6 +217,7 @@ class Loop:
             kept = [
                 one for one, length in self._groups.lengths([seq]).items() if self._policy.keeps_begun(length, room)
             ]
+            self._checkpoints.save_leaving(kept, ended=True)
             self.runner.follow(self._groups.leave([seq], kept))
         except OperationFailure as failure:
             self._forget(seq)
@@ -214,6 +226,7 @@ class Loop:
     def _forget(self, seq: int) -> None:
         """Take a row off every list but that of its batch."""
         self.rows.pop(seq, None)
+        self._checkpoints.forget(seq)
         self.compiling.cancel(seq)
         self._recovery.forget(seq)
         self._prefill.remove(seq)
@@ -258,6 +271,7 @@ class Loop:
         self._deliver(drawn)  # also what groups drew before another one failed
         if joined:
             self._tell_first(joined)
+        self._checkpoints.take(self.runner.record)
         if self._state is not State.DRAINING:
             idle = self.runner.progress == before
             if idle:
@@ -269,6 +283,7 @@ class Loop:
         """Read prompts within the budget; returns the rows that go on to decode."""
         if not self._prefill.readings:
             return []
+        self._checkpoints.arrive()
         for row, why in self.compiling.take():
             self._fail(row, "row", why)
         self.engine_state.count()  # before, since the first chunk may take long
@@ -321,6 +336,7 @@ class Loop:
         """Publish what was drawn, and let rows go that have ended."""
         ended = [(row.seq, finish) for news in drawn for row, finish in news.ended]
         self._outbox.publish(drawn, [End(seq, finish) for seq, finish in ended])
+        self._checkpoints.save_leaving([seq for seq, _ in ended], ended=True)
         self._recovery.forgive(drawn)
         for seq, _ in ended:
             self._forget(seq)
@@ -358,6 +374,7 @@ class Loop:
             needed = f"needs more than the memory limit: {act.reading:.0f} of {act.threshold:.0f} bytes"
             self._fail(newest, "memory", needed)
             return
+        self._checkpoints.save_leaving([newest.seq], ended=False)
         self._forget(newest.seq)
         self.runner.follow(self._groups.leave([newest.seq]))
         self._pressure_response.read_again()
@@ -383,6 +400,7 @@ def open_loop(
     cudnn_shapes.avoid()
     attention.install()
     here = f"{device.name()} {device_memory()}"
+    opening = opened(settings, faults.spec, Path(start.model_path))  # reads the weights' hash while they are loaded
     trials = TrialResults(cache_folder(settings.cache_dir) / TRIALS, here, model.TRIED_OUT_BY)
     loaded = model.load(
         Path(start.model_path),
@@ -391,7 +409,11 @@ def open_loop(
         on_stage=heartbeat.enter,
         trials=trials,
     )
+    if opening is not None:
+        opening.learn(loaded.model, batches=loaded.batches)
     residency.note_weights()
     heartbeat.enter(SERVING)
     channel.send(device.announce(start.epoch, loaded, residency, perf_counter() - began))
-    return Loop(channel, heartbeat, snapshot, start, settings, loaded, residency, faults, grammars=grammars)
+    return Loop(
+        channel, heartbeat, snapshot, start, settings, loaded, residency, faults, grammars=grammars, opening=opening
+    )

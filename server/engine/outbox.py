@@ -41,8 +41,22 @@ class Outbox:
         found = min(row.cached, prompt)
         self._snapshot.prompt_tokens += prompt
         self._snapshot.cached_tokens += found
+        self._count_tier(row)
         if not row.sequence.prompt_logprobs:
-            self._started.append(RowStart(row.seq, found))
+            self._started.append(RowStart(row.seq, found, reused=row.cached))
+
+    def _count_tier(self, row: Row) -> None:
+        """Where what the row begins with came from."""
+        tier = "none"
+        if row.is_from_disk:
+            tier = "disk"
+        elif row.cached:
+            tier = "memory"
+        lookups = self._snapshot.kv_lookups
+        lookups[tier] = lookups.get(tier, 0) + 1
+        tokens = self._snapshot.kv_lookup_tokens
+        tokens[tier] = tokens.get(tier, 0) + row.cached
+        tokens["none"] = tokens.get("none", 0) + len(row.tokens) - 1 - row.cached
 
     def scored(self, row: Row) -> None:
         """The prompt is read of a row that asked for its log probabilities."""

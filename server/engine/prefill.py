@@ -53,6 +53,11 @@ class PromptReading:
         return self.begun and self.left == 0
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether tokens of it can be read: some are left, and its caches aren't on their way from the disk."""
+        return not self.complete and not self.row.is_fetching
+
+    @property
     def ready(self) -> bool:
         """Whether the row may join a batch."""
         return self.complete and self.row.is_compiled
@@ -158,7 +163,7 @@ class Prefill:
         object.
         """
         chunks = 0
-        while waiting := [reading for reading in self.readings if not reading.complete]:
+        while waiting := [reading for reading in self.readings if reading.is_waiting]:
             reading = self._turn(waiting, turn.budget)
             if not reading.begun:
                 yield from self._begin(reading, turn)

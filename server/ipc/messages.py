@@ -124,8 +124,9 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True):
     """A row left the engine's own waiting list and its first prefill chunk is done or was not needed."""
 
     seq: int
-    cached: int  # prompt tokens taken from the prefix cache
+    cached: int  # prompt tokens that were not read, from the prefix cache or the disk
     prompt_logprobs: list[TokenLogprobs] | None = None
+    reused: int = 0  # the same of all its tokens, those generated before included
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps", omit_defaults=True):

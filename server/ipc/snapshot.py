@@ -86,6 +86,18 @@ class Snapshot(msgspec.Struct, omit_defaults=True):
     prefix_entries: int = 0
     prefix_lookups: dict[str, int] = {}  # hit, partial, miss
     prefix_evictions: dict[str, int] = {}  # size, bytes, guard
+    # KV by where it comes from, and the store on disk
+    kv_lookups: dict[str, int] = {}  # memory, disk, none: rows by where most of what they begin with came from
+    kv_lookup_tokens: dict[str, int] = {}  # the same in tokens; none: read by prefill
+    kv_disk_files: int | None = None  # None: nothing is kept on disk
+    kv_disk_bytes: int = 0
+    kv_disk_written_bytes: int = 0
+    kv_disk_read_bytes: int = 0
+    kv_disk_seconds: dict[str, float] = {}  # read, write
+    kv_disk_dropped: dict[str, int] = {}  # files that couldn't be used, by why
+    kv_disk_evicted: int = 0  # files given up for newer ones
+    kv_disk_skipped: dict[str, int] = {}  # checkpoints not made: queue, hour, disk
+    kv_disk_checkpoint_age: float | None = None  # seconds, of the live row that was saved longest ago
     # guard and residency
     pending: int = 0
     findings: list[Finding] = []

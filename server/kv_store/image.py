@@ -77,7 +77,9 @@ class Assembly:
             if tensor != _tensor(leaf, head.end - head.start):
                 raise DamagedFile("layout", f"an array of cache {part.part} has another form")
             target = _shaped(whole, _tensor(leaf, self._length))
-            target[(slice(None),) * leaf.axis + (slice(head.start, head.end),)] = _shaped(view, tensor)
+            before = (slice(None),) * leaf.axis
+            wanted = min(head.end, self._length) - head.start
+            target[(*before, slice(head.start, head.start + wanted))] = _shaped(view, tensor)[(*before, slice(wanted))]
 
     def finished(self) -> Image:
         """The whole. Raises DamagedFile if a cache is missing."""

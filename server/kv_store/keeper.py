@@ -14,7 +14,7 @@ from server.kv_store.files.keys import BLOCK, KeyChain
 from server.kv_store.files.record import VERSION, Head, Kind
 from server.kv_store.layout import Layout
 from server.kv_store.store import Store, repeated_ids
-from server.kv_store.writer import QueuedFile, Writer
+from server.kv_store.writer import KVWriter, QueuedFile
 
 Span = tuple[int, int]
 
@@ -26,13 +26,16 @@ class RowProgress:
     Attributes:
         saved: tokens whose positions are saved or about to be.
         complete: tokens from which the row could go on.
-        state: the newest state of this row, which the next one makes needless.
+        state: the newest state of this row.
+        older: the one before, which the next one makes needless. The newest alone wouldn't do: it holds all tokens that
+            were delivered, and a row that goes on has to read the last of them once more.
     """
 
     chain: KeyChain
     saved: int = 0
     complete: int = 0
     state: Name | None = None
+    older: Name | None = None
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class SaveResult:
 
     size: int = 0
     refusal: str = ""
+    position_bytes: int = 0  # a position's, of the caches that hold all of them
+    state_bytes: int = 0  # of the others
     records: list[QueuedFile] = field(default_factory=list)
 
 
@@ -59,7 +64,7 @@ def spans(first: int, last: int) -> list[Span]:
 class Keeper:
     """Owned by the engine's main thread."""
 
-    def __init__(self, store: Store, writer: Writer, layout: Layout) -> None:
+    def __init__(self, store: Store, writer: KVWriter, layout: Layout) -> None:
         self._store = store
         self._writer = writer
         self._layout = layout
@@ -81,7 +86,7 @@ class Keeper:
         if is_last:
             state_bytes = copy.state_bytes
         size = copy.position_bytes * sum(last - first for first, last in chosen) + state_bytes
-        saved = SaveResult(refusal=self._writer.refusal(size))
+        saved = SaveResult(0, self._writer.refusal(size), copy.position_bytes, state_bytes)
         if saved.refusal or (not chosen and progress.complete == source.held):
             return saved
         saved.records = self._pieces(copy, chosen, progress)
@@ -124,10 +129,11 @@ class Keeper:
         chain = progress.chain
         if copy.growing == self._layout.everything or self._store.has_state(chain.key(held)):
             return []
-        record = self._record("state", held, held, copy.state(), chain, progress.state)
-        progress.state = record.name
         if lasting:
-            progress.state = None
+            return [self._record("state", held, held, copy.state(), chain)]
+        record = self._record("state", held, held, copy.state(), chain, progress.older)
+        progress.older = progress.state
+        progress.state = record.name
         return [record]
 
     def _record(

@@ -64,6 +64,7 @@ class Store:
         self._disk = disk or Disk()
         self._now = now
         self._lock = Lock()
+        self._turn = Lock()  # of a disk that is slow on purpose
         self._index = Index(root, everything)
         folder.prepare(self._folder)
         folder.sweep(home)
@@ -72,10 +73,10 @@ class Store:
             self._index.add(entry, is_own=found.path.parent == self._folder)
 
     # ------------------------------------------------------------ look up
-    def find(self, chain: KeyChain, limit: int) -> Route | None:
-        """The longest prefix of at most `limit` ids that can be read; None if there is none."""
+    def find(self, chain: KeyChain, most: int) -> Route | None:
+        """The longest prefix of at most `most` ids that can be read; None if there is none."""
         with self._lock:
-            return self._index.find(chain, limit)
+            return self._index.find(chain, most)
 
     def reach(self, chain: KeyChain, limit: int, parts: int) -> int:
         """How far pieces with these caches reach, those about to be written included."""
@@ -198,8 +199,10 @@ class Store:
         return usage.free < min(SPARE_BYTES, SPARE_SHARE * usage.total)
 
     def _wait(self, size: int) -> None:
+        """Take the time that the disk needs for so many bytes, whoever else waits for it."""
         if self._disk.bytes_per_second:
-            time.sleep(size / self._disk.bytes_per_second)
+            with self._turn:
+                time.sleep(size / self._disk.bytes_per_second)
 
     # ------------------------------------------------------------ give up
     def _make_room(self, more: int) -> None:

@@ -68,7 +68,7 @@ class QueuedFile:
         return sum(memoryview(buffer).nbytes for buffer in self.data)
 
 
-class Writer:
+class KVWriter:
     """Owned by the engine's main thread, which offers and closes."""
 
     def __init__(self, store: Store, hourly: int, clock: Callable[[], float] = time.monotonic) -> None:

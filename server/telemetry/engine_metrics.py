@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 
 from server.ipc.messages import Ready
 from server.ipc.snapshot import Snapshot
+from server.kv_store.files.record import DAMAGES
 from server.telemetry.engine_status import EngineStatus
 from server.telemetry.series import Family, Histogram, LabelValues, metric
 
@@ -24,6 +25,8 @@ ACTIONS = ("flush", "clear_pool", "evict_prefix", "hold", "preempt", "rotate", "
 SERVER_ACTIONS = ("rotate", "quarantine", "kill_stalled")  # the supervisor's acts, counted where they are done
 PARTS = ("forward", "sample", "guard", "read", "publish", "prefill")
 SOURCES = ("metal", "native")
+TIERS = ("memory", "disk", "none")
+TRANSFERS = ("read", "write")
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 Value = float | Mapping[str, float] | None  # alone, by the value of the only label, or unknown
@@ -58,6 +61,13 @@ class Totals:
     seconds: Mapping[str, float] = field(default_factory=dict)
     leaks: Mapping[str, float] = field(default_factory=dict)
     actions: Mapping[str, float] = field(default_factory=dict)
+    kv_lookups: Mapping[str, float] = field(default_factory=dict)
+    kv_tokens: Mapping[str, float] = field(default_factory=dict)
+    disk_bytes: Mapping[str, float] = field(default_factory=dict)
+    disk_seconds: Mapping[str, float] = field(default_factory=dict)
+    disk_dropped: Mapping[str, float] = field(default_factory=dict)
+    disk_skipped: Mapping[str, float] = field(default_factory=dict)
+    disk_evicted: float = 0.0
 
     def plus(self, s: Snapshot) -> Totals:
         acts = {name: count for name, count in s.action_counts.items() if name not in SERVER_ACTIONS}
@@ -68,6 +78,13 @@ class Totals:
             _sum(self.seconds, s.step_seconds),
             _sum(self.leaks, s.leaks),
             _sum(self.actions, acts),
+            _sum(self.kv_lookups, s.kv_lookups),
+            _sum(self.kv_tokens, s.kv_lookup_tokens),
+            _sum(self.disk_bytes, {"read": s.kv_disk_read_bytes, "write": s.kv_disk_written_bytes}),
+            _sum(self.disk_seconds, s.kv_disk_seconds),
+            _sum(self.disk_dropped, s.kv_disk_dropped),
+            _sum(self.disk_skipped, s.kv_disk_skipped),
+            self.disk_evicted + s.kv_disk_evicted,
         )
 
 
@@ -109,6 +126,12 @@ def _headroom(s: Snapshot, limit: int | None) -> Value:
     if s.live_settled is None or not limit:
         return None
     return (limit - s.live_settled) / limit
+
+
+def _disk_bytes(s: Snapshot) -> Value:
+    if s.kv_disk_files is None:
+        return None
+    return s.kv_disk_bytes
 
 
 def _group_bytes(s: Snapshot) -> Value:
@@ -160,6 +183,13 @@ FROM_SNAPSHOT: tuple[Series[Snapshot], ...] = (
         "part",
     ),
     Series("marathon_prompt_cache_entries", "Earlier prompts kept for reuse.", lambda s: s.prefix_entries),
+    Series("marathon_kv_disk_files", "Files of KV on disk, of all models.", lambda s: s.kv_disk_files),
+    Series("marathon_kv_disk_bytes", "Bytes of KV on disk, of all models.", _disk_bytes),
+    Series(
+        "marathon_kv_disk_checkpoint_age_seconds",
+        "Age of the newest checkpoint of the live row that was saved longest ago; absent while no row is worth one.",
+        lambda s: s.kv_disk_checkpoint_age,
+    ),
     Series("marathon_mlx_active_memory_bytes", "Bytes that MLX has in use.", lambda s: s.active_bytes),
     Series("marathon_mlx_cache_memory_bytes", "Bytes that MLX's buffer pool keeps for reuse.", lambda s: s.pool_bytes),
     Series(
@@ -251,6 +281,53 @@ FROM_TOTALS: tuple[Series[Totals], ...] = (
         lambda t: t.evictions,
         "reason",
         ("size", "bytes", "guard"),
+    ),
+    Series(
+        "marathon_kv_lookups_total",
+        "Sequences by where the KV came from that they began with; none: all of it was computed.",
+        lambda t: t.kv_lookups,
+        "tier",
+        TIERS,
+    ),
+    Series(
+        "marathon_kv_lookup_tokens_total",
+        "Tokens that sequences began with, by where their KV came from; none: it was computed.",
+        lambda t: t.kv_tokens,
+        "tier",
+        TIERS,
+    ),
+    Series(
+        "marathon_kv_disk_transfer_bytes_total",
+        "Bytes of KV read from and written to disk.",
+        lambda t: t.disk_bytes,
+        "operation",
+        TRANSFERS,
+    ),
+    Series(
+        "marathon_kv_disk_transfer_seconds_total",
+        "Time that threads took to read and write KV; rows go on meanwhile.",
+        lambda t: t.disk_seconds,
+        "operation",
+        TRANSFERS,
+    ),
+    Series(
+        "marathon_kv_disk_dropped_files_total",
+        "Files of KV that couldn't be used, by what was wrong with them.",
+        lambda t: t.disk_dropped,
+        "reason",
+        DAMAGES,
+    ),
+    Series(
+        "marathon_kv_disk_evicted_files_total",
+        "Files of KV given up for newer ones.",
+        lambda t: t.disk_evicted,
+    ),
+    Series(
+        "marathon_kv_disk_skipped_checkpoints_total",
+        "Checkpoints that weren't made: the writer was behind, the hour's bytes were spent, or the disk refused.",
+        lambda t: t.disk_skipped,
+        "reason",
+        ("queue", "hour", "disk"),
     ),
     Series(
         "marathon_step_seconds_total",

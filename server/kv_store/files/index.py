@@ -133,14 +133,18 @@ class Index:
         nodes = self._walk(chain, limit, pending=True)
         return max((node.length for node in nodes if node.cover & parts == parts), default=0)
 
-    def find(self, chain: KeyChain, limit: int) -> Route | None:
-        """The longest prefix of at most `limit` ids that every cache can be brought to; None if there is none."""
-        for node in sorted(self._walk(chain, limit), key=lambda node: -node.length):
+    def find(self, chain: KeyChain, most: int) -> Route | None:
+        """The longest prefix of at most `most` ids that every cache can be brought to; None if there is none. Positions
+        beyond are left out where a piece has them; a state is of one length alone."""
+        for node in sorted(self._walk(chain, len(chain.tokens)), key=lambda node: -node.length):
+            length = min(node.length, most)
+            if length and self.everything & ~node.cover == 0:
+                return Route(length, node.pieces())
             state = self._states.get(chain.key(node.length))
-            if node.length and self.everything & ~node.cover == 0:
-                return Route(node.length, node.pieces())
-            if state is not None and state.is_written and self.everything & ~(node.cover | state.name.parts) == 0:
-                return Route(node.length, node.pieces(), state)
+            if length < node.length or state is None or not state.is_written:
+                continue
+            if self.everything & ~(node.cover | state.name.parts) == 0:
+                return Route(length, node.pieces(), state)
         return None
 
     def _walk(self, chain: KeyChain, limit: int, *, pending: bool = False) -> list[_Node]:

@@ -1,0 +1,162 @@
+"""Opens the store for a model that is being loaded, beside the loading.
+
+Owns the thread that takes the folder's lock and learns which model it is, which reads all weights the first time. The
+engine's main thread starts it before the weights are read and asks now and then whether the store is there. Without it
+the engine runs as if nothing were kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.compute.rows import Model
+from server.config.cache_folder import KEPT_KV, cache_folder
+from server.errors import StartupError, one_line
+from server.faults import Spec
+from server.kv_store import trial
+from server.kv_store.files import folder
+from server.kv_store.files.folder import FolderLock
+from server.kv_store.files.keys import digest
+from server.kv_store.fingerprint import fingerprint
+from server.kv_store.keeper import Keeper
+from server.kv_store.layout import Layout
+from server.kv_store.reader import KVReader
+from server.kv_store.store import Disk, Store
+from server.kv_store.writer import KVWriter
+from server.model_files.weights import weight_files
+from server.settings import Settings
+
+LOCK_SECONDS = 3.0  # in which an engine that has just been killed is gone
+OPEN_SECONDS = 5.0  # that an engine with its model loaded waits for the store; it opens later where that is too short
+CLOSE_SECONDS = 1.5  # for what is queued when an engine leaves; the server kills it soon after
+KNOWN = "models.json"  # hashes of models' files
+
+log = logging.getLogger("marathon.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where KV is kept, and how much of it."""
+
+    home: Path
+    limit: int  # bytes
+    hourly: int  # bytes that may be written in an hour
+    disk: Disk
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """The store with all that works on it. Owned by the engine's main thread."""
+
+    store: Store
+    keeper: Keeper
+    reader: KVReader
+    writer: KVWriter
+    layout: Layout
+
+    def close(self) -> None:
+        """Write what is queued, within a moment, and end the threads."""
+        self.reader.close()
+        self.writer.close(CLOSE_SECONDS)
+
+
+class Opening:
+    """A store that is being opened."""
+
+    def __init__(self, place: Place, model: Path) -> None:
+        """`model`: its folder."""
+        self._place = place
+        self._model = model
+        self._lock = FolderLock(place.home)
+        self._layout: Layout | None = None
+        self._learned = threading.Event()
+        self._tier: Tier | None = None
+        self._thread = threading.Thread(target=self._run, name="kv opening", daemon=True)
+        self._thread.start()
+
+    @property
+    def tier(self) -> Tier | None:
+        """The store, once it is open; None before, and where there can be none."""
+        return self._tier
+
+    def learn(self, model: Model, *, batches: bool) -> None:
+        """Learn how the loaded model's caches are laid out, and wait a moment for the store. `batches`: whether its
+        rows may be merged."""
+        try:
+            self._layout = trial.learn(model, batches=batches)
+        except Exception as error:  # of the model's own code, too
+            log.warning("no KV is kept on disk: %s", one_line(error))
+        self._learned.set()
+        self._thread.join(OPEN_SECONDS)
+
+    def close(self) -> None:
+        """Close the store, if it was opened, and free the folder."""
+        self._layout = None
+        self._learned.set()
+        if self._tier is not None:
+            self._tier.close()
+        self._lock.release()
+
+    # ------------------------------------------------------------ its own thread
+    def _run(self) -> None:
+        try:
+            self._open()
+        except (OSError, StartupError) as error:
+            log.warning("no KV is kept in %s: %s", self._place.home, one_line(error))
+            self._lock.release()
+
+    def _open(self) -> None:
+        home = self._place.home
+        folder.prepare(home)
+        if not _patiently(self._lock.take):
+            log.warning("no KV is kept: %s is in use by another server; --kv-disk-folder names another", home)
+            return
+        began = time.perf_counter()
+        model = fingerprint(self._model, weight_files(self._model), home / KNOWN)
+        log.debug("the model's files are known after %.1f s", time.perf_counter() - began)
+        self._learned.wait()
+        if self._layout is None:
+            self._lock.release()
+            return
+        self._tier = self._opened(model, self._layout)
+        log.info("KV is kept in %s: %d files, %d bytes", home, self._tier.store.files, self._tier.store.size)
+
+    def _opened(self, model: bytes, layout: Layout) -> Tier:
+        place = self._place
+        root = digest(model, layout.digest())
+        folder.prepare(place.home / root.hex())
+        folder.note_model(place.home / root.hex(), _shown(self._model))
+        store = Store(place.home, root, layout.everything, place.limit, place.disk)
+        writer = KVWriter(store, place.hourly)
+        return Tier(store, Keeper(store, writer, layout), KVReader(store, layout), writer, layout)
+
+
+def opened(settings: Settings, faults: Spec, model: Path) -> Opening | None:
+    """Begin to open the store that the settings ask for; None if they ask for none. `model`: its folder."""
+    if not settings.kv_disk:
+        return None
+    home = settings.kv_disk_folder or cache_folder(settings.cache_dir) / KEPT_KV
+    disk = Disk(faults.slow_disk or None, faults.full_disk)
+    return Opening(Place(home, settings.kv_disk, settings.kv_disk_hourly, disk), model)
+
+
+def _patiently(take: Callable[[], bool]) -> bool:
+    until = time.monotonic() + LOCK_SECONDS
+    while not take():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _shown(model: Path) -> str:
+    """A model's name for people: of the hub's cache the one of its repository."""
+    for part in reversed(model.parts):
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return model.name
