@@ -28,7 +28,7 @@ def engine(tiny, home, family="llama", *, faults="", **settings):
     opening = opened(asked, parse(faults), tiny(family))
     opening.learn(model(family), batches=True)
     one = Engine(family, opening=opening, **settings)
-    one.opening = opening
+
     try:
         yield one
     finally:

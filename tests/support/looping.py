@@ -86,6 +86,7 @@ class Engine:
         self.residency = residency(load(settings), self.snapshot) if residency else Calm()
         self.loaded = LoadedModel(Flaky(self.raw, fault), {}, 4096, 0, probe)
         self.plan = []  # every operation so far
+        self.opening = opening
         self.loop = Loop(
             self.channel, self.heartbeat, self.snapshot, Start(EPOCH, str(folder), "{}"), load(settings),
             self.loaded, self.residency,
