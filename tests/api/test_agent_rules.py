@@ -130,3 +130,58 @@ async def turned_away(site: Site, status: int) -> None:
         answer = await site.post(path, body)
         assert answer.status_code == status
         assert int(answer.headers["retry-after"]) > 0
+
+
+# ---------------------------------------------------------------- as other servers' tests ask
+THOUGHT = {"type": "reasoning", "id": "lol", "summary": [], "content": [{"type": "reasoning_text", "text": "Greet."}]}
+BARE_THOUGHT = {"type": "reasoning", "summary": [], "encrypted_content": None}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Acknowledged."}]}
+HELLO_THERE = {"type": "message", "role": "user", "content": "Hello."}
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [HELLO_THERE, THOUGHT],
+        [
+            HELLO_THERE,
+            SAID | {"id": "msg_1", "status": "completed"},
+            BARE_THOUGHT | {"status": "completed"},
+            HELLO_THERE,
+        ],
+        [HELLO_THERE, SAID, BARE_THOUGHT, HELLO_THERE],
+        [{"role": "system", "content": "Be brief."}, HELLO_THERE, {"role": "assistant", "content": "15."}, HELLO_THERE],
+    ],
+    ids=["a thought at the end", "with ids", "without ids", "plain"],
+)
+async def test_a_history_is_taken_with_thoughts_anywhere_and_with_ids_or_without(history: list[dict[str, Any]]) -> None:
+    async with run_server() as site:
+        assert (await responding.respond(site, history))["status"] == "completed"
+
+
+async def test_a_call_is_sent_back_as_it_came_also_without_tools() -> None:
+    async with run_server(engine(say=says(CALLS))) as site:
+        calls = (await responding.respond(site, tools=agents.CODEX_TOOLS))["output"]
+        results = [{"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "20 °C"} for call in calls]
+        made = await responding.respond(site, [HELLO_THERE, *calls, *results])
+        assert made["status"] == "completed"
+
+
+async def test_sampling_fields_beyond_openais_are_taken_on_the_responses_route_too() -> None:
+    async with run_server() as site:
+        await responding.respond(site, top_k=40, repetition_penalty=1.2, seed=42, temperature=0.7, top_p=0.9)
+        sampling = site.fake.submits[-1].sequence.sampling
+    assert (sampling.top_k, sampling.repetition_penalty, sampling.temperature) == (40, 1.2, 0.7)
+
+
+async def test_what_is_opened_in_a_stream_is_closed_in_the_order_of_its_nesting() -> None:
+    async with run_server(engine(say=says("Hello there." + CALLS))) as site:
+        events = await responding.stream(site, tools=agents.CODEX_TOOLS)
+    opened: list[str] = []
+    for event in events:
+        kind, _, act = event["type"].removeprefix("response.").rpartition(".")
+        if act == "added" or (act == "delta" and opened[-1] != kind):
+            opened.append(kind)
+        elif act == "done":
+            assert opened.pop() == kind
+    assert opened == []
