@@ -28,6 +28,7 @@ from server.ipc.snapshot import GroupState, Snapshot
 from server.journal import measures
 from server.journal.record import FINAL, STATUSES
 from server.journal.state import JournalState
+from server.kv_store.files.record import DAMAGES
 from server.metrics import CONTENT_TYPE, Metrics
 from server.telemetry.engine_status import EngineStatus
 
@@ -85,6 +86,16 @@ CONTRACT: dict[str, tuple[str, dict[str, set[str] | None], list[float]]] = {
     "marathon_stored_answers": ("gauge", {"status": set(STATUSES)}, []),
     "marathon_stored_answer_readers": ("gauge", {}, []),
     "marathon_stored_answers_ended_total": ("counter", {"status": set(FINAL)}, []),
+    "marathon_kv_disk_bytes": ("gauge", {}, []),
+    "marathon_kv_disk_files": ("gauge", {}, []),
+    "marathon_kv_disk_checkpoint_age_seconds": ("gauge", {}, []),
+    "marathon_kv_disk_dropped_files_total": ("counter", {"reason": set(DAMAGES)}, []),
+    "marathon_kv_disk_evicted_files_total": ("counter", {}, []),
+    "marathon_kv_disk_skipped_checkpoints_total": ("counter", {"reason": {"queue", "hour", "disk"}}, []),
+    "marathon_kv_disk_transfer_bytes_total": ("counter", {"operation": {"read", "write"}}, []),
+    "marathon_kv_disk_transfer_seconds_total": ("counter", {"operation": {"read", "write"}}, []),
+    "marathon_kv_lookup_tokens_total": ("counter", {"tier": {"memory", "disk", "none"}}, []),
+    "marathon_kv_lookups_total": ("counter", {"tier": {"memory", "disk", "none"}}, []),
     "marathon_journal_failures_total": ("counter", {}, []),
     "marathon_journal_unsaved_tokens_total": ("counter", {}, []),
     "marathon_decode_tokens_per_second": ("gauge", {}, []),
@@ -201,6 +212,7 @@ def a_snapshot(**changes: object) -> Snapshot:
         "memory_limit_bytes": 15, "pool_limit_bytes": 16,
         "prefix_lookups": {"hit": 2}, "prefix_evictions": {"bytes": 1},
         "leaks": {"ArraysCache.left_padding": 2}, "action_counts": {"flush": 4},
+        "kv_disk_files": 3, "kv_disk_bytes": 30, "kv_disk_checkpoint_age": 1.5, "kv_disk_dropped": {"checksum": 2},
         "live_settled": 250, "live_raw": 300, "buffers_per_token": 0.0, "unexplained_bytes_per_token": 1.5,
         "tokens_to_exhaustion": {"buffers": math.inf, "bytes": 4000.0},
         "seconds_to_exhaustion": {"buffers": math.inf, "bytes": 40.0},
