@@ -13,7 +13,7 @@ UV := 0.13
 # Percent of server/, branches counted; only a run of the whole suite is held to it.
 COVERAGE := 90
 
-.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-pauses accept-pages accept-agents accept-clients accept-openapi accept-schemas accept-templates accept-tokenizers accept-monitoring
+.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-damage accept-pauses accept-pages accept-agents accept-clients accept-openapi accept-schemas accept-templates accept-tokenizers accept-monitoring
 
 install: $(STAMP)
 
@@ -74,6 +74,10 @@ accept-survive: chaos
 # start, in a row faster than the backoff, in drain, at the last token; processes that are stopped for a while.
 accept-deaths: install
 	$(BIN)/python -m loadtests.chaos --mode lone starts burst no-spawn as-ready boundaries last-token drain-death paused $(ARGS)
+
+# KV on disk in 200 cases of damaged files, then where its folder can't be used.
+accept-damage: install
+	$(BIN)/python -m loadtests.damage $(ARGS)
 
 accept-flat: install
 	$(BIN)/python -m loadtests.flat $(ARGS)
