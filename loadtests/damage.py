@@ -4,7 +4,7 @@ Fills one folder with the KV of two tiny models. Then, case by case, damages it 
 `loadtests.disk_damage`, while the server uses it, and asks for one of some long prompts again; every tenth time the
 engine is killed in the middle of the answer, and so in the middle of writes. After that the same prompts where the
 folder can't be used: a second server on one folder, a file in its place, a full disk, another tokenizer. Its exit code
-is 0 when every answer is the one of a server that keeps nothing, no engine ended that wasn't killed, and none got stuck.
+is 0 when every answer is that of a server that keeps nothing, no engine ended that was not killed, and none is stuck.
 """
 
 from __future__ import annotations
