@@ -19,7 +19,7 @@ LARGE = 1 << 40  # bytes of a file that takes none on the disk
 
 
 def _files(home: Path) -> list[Path]:
-    return sorted(found.path for found in kept.files(home))
+    return sorted(found.path for found in kept.files(home) if found.size < LARGE)
 
 
 def _any(home: Path, rng: random.Random) -> Path:

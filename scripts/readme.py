@@ -243,6 +243,7 @@ RUNNERS: dict[str, Step] = {  # by how the command begins
     "marathon check": lambda visit, command: f"{len(visit.run(command).splitlines())} lines",
     "marathon ask": Visit.ask_by_command,
     "marathon config": lambda visit, command: f"{len(visit.run(command).splitlines())} lines",
+    "marathon cache": lambda visit, command: visit.run(command).splitlines()[0],
     "marathon journal": lambda visit, command: f"{len(visit.run(command).splitlines())} lines",
     "marathon models": lambda visit, command: visit.run(command).splitlines()[-1],
     "marathon status": lambda visit, command: visit.run(command).splitlines()[0],
