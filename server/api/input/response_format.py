@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from server.api.input.schema import GenerationRequest, StructuredOutputs
 from server.errors import InvalidValue, UnsupportedParameter, one_line
 from server.grammar import build
+from server.grammar.productive import endless_rule
 from server.settings import Settings
 from server.text.tokenizer import Tokenizer
 
@@ -163,4 +164,7 @@ def _grammar(value: str, param: str) -> AnswerForm:
         lark = any_to_lark(value)
     except Exception as error:  # the converter raises bare ones
         raise InvalidValue(f"{param}: this is no grammar: {one_line(error)}", param=param) from None
+    if name := endless_rule(lark):
+        message = f"{param}: this can't be enforced: the rule {name!r} leads back to itself, so that no text could end"
+        raise InvalidValue(message, param=param)
     return AnswerForm(param, rule=f"%lark {{\n{lark}\n}}")
