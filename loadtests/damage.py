@@ -129,7 +129,7 @@ def damage(name: str, home: Path, rng: random.Random) -> None:
         return
     try:
         disk_damage.ACTS[name](home, rng)
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return
 
 
