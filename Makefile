@@ -13,7 +13,7 @@ UV := 0.13
 # Percent of server/, branches counted; only a run of the whole suite is held to it.
 COVERAGE := 90
 
-.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-damage accept-pauses accept-pages accept-agents accept-clients accept-openapi accept-schemas accept-templates accept-tokenizers accept-monitoring
+.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-damage accept-pauses accept-pages accept-agents accept-clients accept-openapi accept-schemas accept-templates accept-tokenizers accept-monitoring accept-outlive
 
 install: $(STAMP)
 
@@ -93,6 +93,10 @@ accept-pages: install
 # The shipped alerts and dashboard in a real Prometheus, which `make tools` fetches.
 accept-monitoring: install
 	$(BIN)/python -m loadtests.monitoring $(ARGS)
+
+# SIGKILL of the server, of server and engine, and during the start, under four background streams.
+accept-outlive: install
+	$(BIN)/python -m loadtests.outlive $(ARGS)
 
 accept-clients: install
 	$(BIN)/python scripts/clients.py $(ARGS)

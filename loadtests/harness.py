@@ -192,7 +192,10 @@ def earlier(root: Path, model: Path, log: Path, **values: object) -> Iterator[Se
 
 def _marathon(name: str, root: Path, model: Path, log: Path, values: Mapping[str, object]) -> Server:
     port = free_port()
-    command = [python_of(root), "-m", "server.cli", "serve", *options({"model": model, "port": port, **values})]
+    chosen = {"model": model, "port": port, **values}
+    if root == ROOT:  # an earlier one may not know the option
+        chosen = {"journal": "off", **chosen}
+    command = [python_of(root), "-m", "server.cli", "serve", *options(chosen)]
     return Server(name, command, port, "/ready", log, root)
 
 

@@ -69,6 +69,8 @@ CLIENTS = [
     Client("ai-sdk", "ai_sdk.mjs", ("ai@6", "@ai-sdk/openai-compatible@2", "zod@4")),
     Client("anthropic", "anthropic_python.py", ("anthropic>=2",), scripted=True),
     Client("anthropic-node", "anthropic_node.mjs", ("@anthropic-ai/sdk@1", "zod@4"), scripted=True),
+    Client("background", "background_python.py", ("openai>=3,<4",), scripted=True),
+    Client("background-node", "background_node.mjs", ("openai@6", "zod@4"), scripted=True),
     Client("openai-agents", "openai_agents.py", ("openai-agents>=0.24",), scripted=True),
     Client("pydantic-ai-routes", "pydantic_ai_routes.py", ("pydantic-ai-slim[openai,anthropic]>=2",), scripted=True),
     Client("litellm-routes", "litellm_routes.py", ("litellm[proxy]>=1.70", "anthropic"), scripted=True),
@@ -88,6 +90,8 @@ SCRIPTS = {
     "fi": [['<tool_call>\n{"name": "final_', 'result", "arguments": {"name": "Oslo"}}\n</tool_call>']],
     "js": [['{"name"', ': "Oslo"}']],
     "lo": [[f" word{number}" for number in range(10)]],
+    "lg": [[f" word{number}" for number in range(300)]],
+    "lx": [[f" word{number}" for number in range(4000)]],
 }
 
 
@@ -153,7 +157,7 @@ def scripted_site(cache: Path) -> Iterator[tuple[str, str]]:
     scripts.write_text(json.dumps(SCRIPTS), encoding="utf-8")
     command = [sys.executable, "-m", "loadtests.zoo.scripted", str(scripts), str(folder)]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    with harness.marathon(folder, cache / "scripted.log", api_key=KEY) as server:
+    with harness.marathon(folder, cache / "scripted.log", api_key=KEY, journal=cache / "scripted.db") as server:
         yield f"http://127.0.0.1:{server.port}/v1", SCRIPTED
 
 
