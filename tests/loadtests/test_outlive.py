@@ -34,11 +34,8 @@ class CutServer:
             made = {"status": "completed", "output": [{"content": [{"text": self._text}]}]}
             return httpx.Response(200, json=made)
         after = int(request.url.params.get("starting_after", -1))
-        return httpx.Response(200, content=self._stream(after))
-
-    def _stream(self, after: int) -> Any:
         rest = [event for event in self._events if event["sequence_number"] > after]
-        return httpx.ByteStream(b"".join(told(rest[:150])))
+        return httpx.Response(200, content=b"".join(told(rest[:150])))
 
 
 def told(events: list[Event]) -> Iterator[bytes]:
