@@ -315,7 +315,7 @@ class JournalUnavailable(RequestError):
 
 
 class InternalError(RequestError):
-    """A fault of ours. The message carries no path and no traceback."""
+    """A fault of the server's own. The message carries no path and no traceback."""
 
     status = 500
     type = "server_error"

@@ -9,7 +9,7 @@ a commit of the journal in the server.
     kill@before-commit:N   kill@after-commit:N               the server, before or after the journal's N-th commit
     full@commit:N          slow-commit:SECONDS               no room for that commit; each commit takes so much longer
     slow-disk[:BYTES]      full-disk                         the disk of kept KV: so many bytes a second, or full
-    slow-start[:SECONDS]   fail-start[:TIMES]   leak:K               K live buffers a decode step that nobody owns
+    slow-start[:SECONDS]   fail-start[:TIMES]   leak:K               K live buffers a decode step without an owner
 
 Several, separated by commas. A fault at a step happens in the server's first engine; `STEP*N` in each of the first N.
 `full@commit:N*M` fails M commits from the N-th on.
@@ -181,7 +181,7 @@ class CommitFaults:
                 raise error
 
     def after(self) -> None:
-        """A commit is done; nobody has been told."""
+        """A commit is done and hasn't been announced."""
         self._done += 1
         if any(fault.place == "after-commit" and fault.step == self._done for fault in self._spec.faults):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,7 @@
 Owns every `marathon_*` family: what the server counts itself, here and in `journal/measures`, and what is read from the
 engine's snapshot (`engine_metrics`). The registry is an argument; the global one is never touched. Runs on the server's
 event loop only, so the route that serves `exposition` must be `async`. No verb raises, waits or keeps a request's text;
-label values are names of ours, never a client's.
+label values are the server's own names, never a client's.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ def _sentence(error: dict[str, Any], sources: Sources) -> str:
 
 
 def from_json(text: str) -> Settings:
-    """The settings that another process of ours dumped with `model_dump_json`; no other source is read."""
+    """The settings that another process of the server dumped with `model_dump_json`; no other source is read."""
     return Settings.model_construct(**BaseModelView.model_validate_json(text).model_dump())
 
 

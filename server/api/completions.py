@@ -112,7 +112,7 @@ def tokenised(
     """Ids; text gets the model's begin token if `bos`, ids are taken as they are. Raises ContextLengthError for a
     text that is far longer than `most` tokens.
 
-    Whoever writes a bare prompt writes all of it: what spells a control token is one, as templates rendered by the
+    The author of a bare prompt writes all of it: what spells a control token is one, as templates rendered by the
     client need it. In chat messages it stays text.
     """
     if isinstance(prompt, str):

@@ -1,7 +1,7 @@
 """What every route needs: the settings, the model's names, and the parts below.
 
 Owns the choice where a body is parsed, checked, templated and tokenised: the shortest ones on the event loop, most in
-one worker thread, so that the loop goes on reading the seam, those with schemas in other threads, since checking one
+one worker thread, so that the loop goes on reading the channel, those with schemas in other threads, since checking one
 may take seconds, and large ones in a process of their own, since a thread would hold the interpreter. `AppContext` runs
 on the event loop, `ServedModel` in all these places.
 """
@@ -161,7 +161,7 @@ class AppContext(ServedModel):
         self.schema_workers.shutdown(cancel_futures=True)
 
     def note_unknown(self, endpoint: str, fields: list[str]) -> None:
-        """Counts fields that nobody knows; each name is logged once."""
+        """Count fields that the schema doesn't have; each name is logged once."""
         if not fields:
             return
         self.metrics.unknown_fields(endpoint, len(fields))

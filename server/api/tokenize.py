@@ -196,7 +196,7 @@ def _piece(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def decode(model: ServedModel, request: DetokenizeRequest, bounds: Bounds | None) -> bytes:
-    if bounds:  # whoever asks before there is an engine may ask for any id
+    if bounds:  # before there is an engine, any id may be asked for
         bounds.check_ids(request.tokens, "tokens")
     text = model.tokenizer.decode(request.tokens, special=True)
     return to_json({"prompt": text} if request.model is not None else {"content": text, "prompt": text})

@@ -2,7 +2,7 @@
 
 Owns the plan, the readings taken while it is played, and the two stages. Runs in the main thread of a process of its
 own (`marathon certify`, load tests, tests), never in a server or in a serving engine. The loop is the engine's, whole:
-only the other end of its seam is replaced, by a script that speaks when the long row has come to the next line.
+only the other end of its channel is replaced, by a script that speaks when the long row has come to the next line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVERY = 40  # steps between two arrivals
 STAY = 44  # tokens of the first short row of an arrival; the others stay longer, so that each leaves alone
 APART = 2
 FIRST = 20  # the step of the first arrival
-PHASE = 15  # readings are taken so many steps after a multiple of EVERY, when nobody comes or goes
+PHASE = 15  # readings are taken so many steps after a multiple of EVERY, when no row comes or goes
 LONG_PROMPT = 12
 SHORT_PROMPT = 8
 _FOREVER = 1 << 30
@@ -59,7 +59,7 @@ class Arrival:
 class Plan:
     """One long row, and `rows` - 1 short ones that join together every 40 steps and leave one by one.
 
-    At every reading the same number of rows is there, so whatever grows from reading to reading is kept by nobody.
+    At every reading the same number of rows is there, so whatever grows from reading to reading has no owner.
     """
 
     steps: int
@@ -184,7 +184,7 @@ def _ended(plan: Plan) -> Callable[[Run], bool]:
 
 
 class _Script(Channel):
-    """The loop's seam without a socket: its commands come from the plan, its events go into the run."""
+    """The loop's channel without a socket: its commands come from the plan, its events go into the run."""
 
     def __init__(self, plan: Plan, run: Run, on_reading: Callable[[], None], ended: Callable[[Run], bool]) -> None:
         self._run = run
@@ -197,7 +197,7 @@ class _Script(Channel):
         self._due = PHASE
 
     def receive(self, timeout: float | None) -> Command | None:
-        """Asked for while nobody is there: at the beginning, which is the long row's, and when that row has failed."""
+        """Asked for while no row is there: at the beginning, which is the long row's, and when that row has failed."""
         command = self._first
         self._first = None
         return command or Drain(1)

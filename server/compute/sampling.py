@@ -5,7 +5,7 @@ for one, never compiles, and no kernel depends on a parameter's value: all param
 
 Order of the steps: bias and penalties on the logits, temperature, top-k, top-p, min-p, then inverse CDF with one
 uniform a row a position. The uniform is a function of (seed, choice, position) alone, so a row draws the same
-whoever its batch mates are, and after a resume it goes on where it was.
+whatever rows are in its batch, and after a resume it goes on where it was.
 
 Rows fall into four lanes, so that each pays for what it asks only: greedy (argmax), top-k (candidates by block
 maxima, no pass of `exp` over the vocabulary), nucleus (top-p without top-k: the threshold by bisection on the bits

@@ -52,7 +52,7 @@ class Channel:
                     self._take(framing.unpack_command(frame))
         except (OSError, framing.TornFrame) as error:
             log.error("the connection to the server is broken: %s", error)
-        os._exit(0)  # the server is gone; whatever the main thread does, nobody waits for it
+        os._exit(0)  # the server is gone; whatever the main thread does, none waits for it
 
     def _take(self, command: Command) -> None:
         """Tokens go by the main thread, which may be loading the model."""

@@ -39,7 +39,7 @@ M = TypeVar("M", bound=JointPrompt)
 
 
 def eligible(reading: JointPrompt) -> bool:
-    """Whether a sequence may share its pass. One that failed before goes alone, so that it takes nobody along."""
+    """Whether a sequence may share its pass. One that failed before goes alone, so that it takes no other along."""
     row = reading.row
     return not (row.rebuilds or row.sequence.prompt_logprobs) and len(row.tokens) <= LONGEST
 
@@ -55,7 +55,7 @@ class JointPrefill:
     def choose(
         self, first: M, others: Iterable[M], limit: int, begin: Callable[[M], Plan[None]]
     ) -> Plan[list[tuple[M, int]]]:
-        """Plan who reads the next pass: (sequence, tokens), within `limit` tokens; nobody if `first` had better read
+        """Plan who reads the next pass: (sequence, tokens), within `limit` tokens; none if `first` had better read
         alone.
 
         `first` has begun and has tokens left; `begin(other)` is planned for the others that haven't.

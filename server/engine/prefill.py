@@ -199,7 +199,7 @@ class Prefill:
     def _choose(
         self, reading: PromptReading, waiting: list[PromptReading], turn: ChunkBudget, *, is_first: bool
     ) -> Plan[list[tuple[PromptReading, int]]]:
-        """Who reads the next chunk, and how much of each; nobody if the next one no longer fits the budget."""
+        """Who reads the next chunk, and how much of each; none if the next one no longer fits the budget."""
         left = turn.left
         if left is not None and is_first:
             left = max(left, _ANYWAY * self._expected(reading, CHUNKS[-1]))
@@ -217,7 +217,7 @@ class Prefill:
     def _together(
         self, reading: PromptReading, waiting: list[PromptReading], left: float | None, turn: ChunkBudget
     ) -> Plan[list[tuple[PromptReading, int]]]:
-        """Who reads in one pass with this one, and how much; nobody if it had better read alone."""
+        """Who reads in one pass with this one, and how much; none if it had better read alone."""
         others = [other for other in waiting if other is not reading]
         limit = self._fits(left, self._of_all, self._shared, _TRIAL_SHARED)
         if not others or (left is not None and limit == CHUNKS[-1] and self._of_all(limit) > left):

@@ -1,4 +1,4 @@
-"""Wishes about the answer's form → grammars.
+"""Requested forms of an answer → grammars.
 
 Owns the llguidance grammars of JSON answers and forced tool calls, and the search for the place in a schema that is at
 fault. Runs in the server's worker thread; pure. It only checks that a grammar can be built, within bounds: the masks

@@ -93,7 +93,7 @@ class Checker:
                     pipe.close()
 
     def close(self) -> None:
-        """Nothing of it is left; whoever waits for an answer gets one."""
+        """Nothing of it is left; those that wait for an answer get one."""
         if process := self._process:
             process.kill()
         with self._lock:
@@ -116,7 +116,7 @@ def _ask(process: subprocess.Popen[bytes], grammar: str, seconds: float) -> byte
 
 
 def main() -> None:
-    """Answers lines until there are no more. The alarm ends a check that doesn't: no code of ours could."""
+    """Answers lines until there are no more. The alarm ends a check that doesn't: no Python code could."""
     seconds = float(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the server's to hear
     for line in sys.stdin.buffer:

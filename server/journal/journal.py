@@ -249,7 +249,7 @@ class Journal:
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def tell(result: Any, error: Exception | None) -> None:
-            if done.done():  # whoever asked has left
+            if done.done():  # the one who asked has left
                 return
             if error is not None:
                 done.set_exception(self._unavailable())

@@ -23,7 +23,7 @@ class StartupInterrupt(Exception):
 
 
 class Startup:
-    """The stages of one start. Owned by whoever begins it; used as a context."""
+    """The stages of one start. Owned by the code that begins it; used as a context."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}  # by stage

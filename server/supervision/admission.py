@@ -28,7 +28,7 @@ class Capacity:
     def __init__(self, ready: messages.Ready, context: int | None, max_rows: int) -> None:
         self.context = min(ready.context, context or ready.context)
         self.max_rows = max_rows
-        self.limit = ready.memory_limit  # 0: unknown, then memory refuses nobody
+        self.limit = ready.memory_limit  # 0: unknown, then memory refuses none
         self.weights = ready.weights_bytes
         self._probe = ready.probe
         self._layers = Counter(ready.probe.row_cost)

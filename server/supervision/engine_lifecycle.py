@@ -42,7 +42,7 @@ from server.telemetry.engine_status import EngineStatus
 FAILED_STARTS = 3  # in a row, until new requests are refused
 AWAITED_SECONDS = 5.0  # longest pause after a failed start while answers wait for the next
 DRAIN_SECONDS = 10.0  # for an engine to leave in good order before the next one starts
-LEAVE_SECONDS = 2.0  # and when the server itself ends: nobody needs its memory back in order
+LEAVE_SECONDS = 2.0  # and when the server itself ends: no engine needs its memory back in order
 BURY_SECONDS = 20.0  # for a killed one to give its memory back
 HASTY_DEATH_SECONDS = 2.0  # longest pause after an engine that had been ready
 SETTLED_SECONDS = 5.0  # after an engine was ready: then a spare one may be prepared beside it,
@@ -111,7 +111,9 @@ class EngineLifecycle:
             pause = HASTY_DEATH_SECONDS
             try:
                 pause = await self._one_life()
-            except Exception:  # a fault of ours must not leave a server without an engine and without a word
+            except (
+                Exception
+            ):  # a fault of the server's own must not leave a server without an engine and without a word
                 log.exception("supervising the engine failed; the next one starts in %.3g s", pause)
             if pause:
                 with contextlib.suppress(TimeoutError):
@@ -198,7 +200,7 @@ class EngineLifecycle:
         """What its end means for the next start: seconds to wait."""
         if connection.garbage is not None:
             end = f"sent what is no message ({connection.garbage}) and {end}"
-        if self.load_failed is not None:  # that is said in one line, by whoever ends the server
+        if self.load_failed is not None:  # that is said in one line, by the code that ends the server
             return 0
         if self.ending == "stop":
             log.info("engine %d %s", connection.pid, end)

@@ -185,7 +185,7 @@ class GenerationOwner(Protocol):
 class GenerationHandle:
     """One request: an async context manager; leaving it cancels whatever still runs.
 
-    Enter it right after `Supervisor.open`, or `close` it: until then its rows are held for nobody.
+    Enter it right after `Supervisor.open`, or `close` it: until then its rows have no owner.
 
     Attributes:
         sequences: as given to open.

@@ -15,7 +15,7 @@ comes to that the blame has to be sure:
 
 - An engine must have lived for a while without the suspect before it is given one that was blamed already. Engines
   that are killed from outside as soon as they are ready die in that time, and it counts against none.
-- The third trial is held with nobody else in the engine.
+- The third trial is held with no other generation in the engine.
 - When all that are on probation fare alike, the cause may be the machine's: then it takes eight deaths, unless others
   had got tokens from an engine that died as soon as the suspect had joined them.
 
@@ -81,7 +81,7 @@ def record_death(aboard: Sequence[R], *, stalled: bool, age: float, absent: Coll
     if not tried:
         for generation in absent:
             _exonerate(generation.past, age, was_idle=not aboard)
-    # A stall is often the machine's doing; in company it counts against nobody.
+    # A stall is often the machine's doing; in company it counts against none.
     blamed = tried or ([] if stalled and len(aboard) > 1 else list(aboard))
     for generation in blamed:
         generation.past.deaths += 1
@@ -188,7 +188,7 @@ def settle_seconds(past: DeathRecord) -> float:
 
 def may_start(generation: Returner, running: Collection[Returner]) -> bool:
     """May it be continued beside `running`? On probation only as the only one of its kind, after all others have
-    delivered; from the trial on that may be its last only alone, and nobody beside it."""
+    delivered; from the trial on that may be its last only alone, and nothing beside it."""
     if any(_runs_alone(g.past) for g in running) or (running and _runs_alone(generation.past)):
         return False
     return not generation.past.trial or all(not g.past.trial and progress(g) > 0 for g in running)

@@ -35,7 +35,7 @@ log = logging.getLogger("marathon")
 
 
 class Scheduler:
-    """All live generations. `lives` are the requests that nobody has left yet."""
+    """All live generations. `lives` are the requests whose clients are still there."""
 
     def __init__(self, counts: OutputCounts, clock: Callable[[], float], queue_limit: int) -> None:
         self.clock = clock
@@ -169,7 +169,7 @@ class Scheduler:
             self._drop(generation)
 
     def release(self, generation: Generation) -> None:
-        """Nobody wants it any more, wherever it is. Idempotent."""
+        """Drop a generation whose client has left, wherever it is. Idempotent."""
         self._drop(generation)
         self.pump()
 
@@ -273,7 +273,7 @@ class Scheduler:
         return self._outlook.length(generation.sequence, len(generation.generated))
 
     def _next(self, room: Room) -> Generation | None:
-        """Those that are continued go first; while one is on probation nobody new may muddle who is to blame."""
+        """Those that are continued go first; while one is on probation no new one may muddle who is to blame."""
         if self._returning and not self._gives_way(self._returning[0]):
             head = self._returning[0]
             free = probation.may_start(head, self.running.values()) and self._has_settled(head)

@@ -135,7 +135,7 @@ class Supervisor:
         second call may bring the deadline forward.
         """
         self.draining = True
-        self._engines.decided.set()  # whoever waits for a first engine waits no longer
+        self._engines.decided.set()  # those that wait for a first engine wait no longer
         self._stop_at = min(self._stop_at, deadline)
         while any(not live.background for live in self._scheduler.lives) and self.clock() < self._stop_at:
             await asyncio.sleep(0.02)

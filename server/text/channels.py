@@ -1,7 +1,7 @@
 """The parts of an answer: reasoning, content, tool calls.
 
 Owns the search for tags in a stream of characters and the state that they lead to. One `Channels` belongs to one
-answer and is fed by whoever owns that answer's text; no I/O. Never shows a tag or a piece of one, and never looks at a
+answer and is fed by the owner of that answer's text; no I/O. Never shows a tag or a piece of one, and never looks at a
 character twice.
 
 mlx-lm tells which tags a model uses. Two things are added here: a closing reasoning tag without an opening one is

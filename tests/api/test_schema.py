@@ -254,7 +254,7 @@ def test_a_bias_of_an_id_with_thousands_of_digits_is_refused() -> None:
         ({"max_tokens": 0}, InvalidValue),
     ],
 )
-def test_completion_wishes_that_cannot_be_fulfilled_are_refused(fields: dict[str, Any], kind: type) -> None:
+def test_completion_options_that_cannot_be_fulfilled_are_refused(fields: dict[str, Any], kind: type) -> None:
     request = CompletionRequest.model_validate({"prompt": "x", **fields})
     with pytest.raises(RequestError) as caught:
         refusals.check_completion(request, settings())

@@ -26,7 +26,7 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 async def read(request: Request, cap: int) -> bytes:
     """The whole body, decoded. Raises RequestTooLarge as soon as it is known to be beyond the cap.
 
-    The type that `curl -d` names when nobody tells it better is taken; pages of other sites, which can send it too,
+    The type that `curl -d` names when no other is given is taken; pages of other sites, which can send it too,
     are held off by their Origin.
     """
     coding = Coding.of(request.headers)

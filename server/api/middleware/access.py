@@ -70,7 +70,7 @@ def refusal(scope: Scope, error: RequestError, headers: Mapping[str, str] | None
 
 
 async def cut(scope: Scope, receive: Receive) -> None:
-    """Ends a connection whose buffer nobody empties."""
+    """Ends a connection whose buffer isn't emptied."""
     if ABORT in scope:
         scope[ABORT]()
         while (await receive())["type"] != "http.disconnect":
@@ -85,7 +85,7 @@ def request_id(headers: Headers) -> str:
 
 
 class Heads:
-    """HEAD is GET whose body nobody hears: uvicorn holds it back. Probes ask so."""
+    """HEAD is GET without its body: uvicorn holds it back. Probes ask so."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

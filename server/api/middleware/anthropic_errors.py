@@ -1,6 +1,6 @@
 """Errors as Anthropic's clients know them, on the routes of the Messages API.
 
-Owns the paths of those routes and the form of a refusal there, whoever refuses: a route, the reader of bodies or the
+Owns the paths of those routes and the form of a refusal there, whatever refuses: a route, the reader of bodies or the
 middleware. Pure; any thread.
 """
 

@@ -129,7 +129,7 @@ class Choice:
 
 
 def joined(first: list[Piece], second: list[Piece]) -> list[Piece]:
-    """Pieces in a row, with text at the seam made one: a last token and what it lets go are one chunk."""
+    """Pieces in a row, with text where they meet made one: a last token and what it lets go are one chunk."""
     if first and second:
         left = first[-1]
         right = second[0]

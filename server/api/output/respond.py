@@ -29,7 +29,7 @@ from server.text.detokenizer import Piece, TextState
 
 MOST_NAMES = 1000  # of unknown fields that another process tells of
 MOST_CHARACTERS = 200  # of such a name
-CLIENT_LEFT = 499  # for the log; nobody reads it
+CLIENT_LEFT = 499  # for the log; no client reads it
 
 log = logging.getLogger("marathon.api")
 
@@ -66,7 +66,7 @@ class PreparedRequest:
 
     Attributes:
         texts: one a sequence.
-        unknown: fields that nobody knows.
+        unknown: fields that the schema doesn't have.
         store: how the answer is kept, if it is.
     """
 

@@ -1,7 +1,7 @@
 """Server-sent events.
 
 Owns the event stream's response and the bytes of an event. Runs on the event loop. A stream's events are made as
-bytes by whoever knows their shape: a token costs one encoded string between two constant pieces.
+bytes by the protocol that knows their shape: a token costs one encoded string between two constant pieces.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token id → bytes.
 
 Owns the table that turns ids into the bytes they stand for, filled as ids come up, and knows which ids are special.
-Runs in the server process, on any thread (an entry is computed the same by whoever comes first). Never decodes a
+Runs in the server process, on any thread (an entry is computed the same by whichever comes first). Never decodes a
 sequence as a whole, and never touches MLX.
 
 Three kinds of tokenizer are told apart by trying: a rule is right when it reproduces what the tokenizer itself decodes.
