@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,8 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.url:
         return run(found, asked.url.rstrip("/"), asked)
     log = asked.cache / "marathon.log"
-    with harness.marathon(obtain(MODEL, asked.cache), log, context=CONTEXT, default_max_tokens=8) as server:
-        code = run(found, f"http://127.0.0.1:{server.port}", asked)
+    with tempfile.TemporaryDirectory() as data:  # stored answers belong to one server at a time
+        options = {"context": CONTEXT, "default_max_tokens": 8, "journal": Path(data) / "journal.db"}
+        with harness.marathon(obtain(MODEL, asked.cache), log, **options) as server:
+            code = run(found, f"http://127.0.0.1:{server.port}", asked)
     print(f"the server's log: {log}")
     return code
 
