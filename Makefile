@@ -125,3 +125,8 @@ lock: install
 	@$(INSTALL) 'uv~=$(UV)'
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --group dev --generate-hashes \
 	  --no-emit-index-url --no-annotate --custom-compile-command 'make lock' pyproject.toml --output-file requirements.lock
+
+# KV on disk: deaths, restarts and what it costs.
+.PHONY: accept-warm
+accept-warm: install
+	$(BIN)/python -m loadtests.warm $(ARGS)
