@@ -100,12 +100,13 @@ class KVReader:
                     break
                 image = self._assembled(fetch, route)
                 if image is not None:
-                    self._store.touch(route)
                     break
                 route = self._store.find(fetch.chain, fetch.limit)
         except Exception:
             log.exception("kept KV can't be read")
         fetch.finish(image)
+        if image is not None and route is not None:
+            self._store.touch(route)
 
     def _assembled(self, fetch: Fetch, route: Route) -> Image | None:
         """What the route's files hold; None if one of them can't be used."""
