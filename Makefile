@@ -13,7 +13,7 @@ UV := 0.13
 # Percent of server/, branches counted; only a run of the whole suite is held to it.
 COVERAGE := 90
 
-.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-damage accept-pauses accept-pages accept-agents accept-clients accept-openapi accept-schemas accept-templates accept-tokenizers accept-monitoring accept-outlive
+.PHONY: tools install serve cuda test check soak bench speed chaos certify lock accept-survive accept-deaths accept-flat accept-damage accept-pauses accept-journal accept-pages accept-agents accept-clients accept-openapi accept-schemas accept-templates accept-tokenizers accept-monitoring accept-outlive
 
 install: $(STAMP)
 
@@ -89,6 +89,10 @@ accept-pauses: install
 # What fifty open live pages cost the streams beside them.
 accept-pages: install
 	$(BIN)/python -m loadtests.pages $(ARGS)
+
+# The journal's cost, its speed with 10,000 answers, and damaged files under real servers.
+accept-journal: install
+	$(BIN)/python -m loadtests.journal $(ARGS)
 
 # The shipped alerts and dashboard in a real Prometheus, which `make tools` fetches.
 accept-monitoring: install

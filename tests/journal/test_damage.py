@@ -196,6 +196,16 @@ async def test_a_full_disk_refuses_new_work_and_harms_no_answer_under_way(tmp_pa
     assert len(lines) == 2, "one when it begins and one when it is over"
 
 
+async def test_a_start_on_a_full_disk_needs_no_room_where_there_is_nothing_to_fail(tmp_path, caplog):
+    async with opened(tmp_path / "j.db") as journal:
+        await journal.add(record())
+    async with opened(tmp_path / "j.db", faults="full@commit:1*9") as journal:
+        assert await journal.fail_foreground("the server ended") == 0
+        assert [one.id for one in await journal.unfinished()] == ["resp_1"]
+        assert journal.is_on
+    assert caplog.text == ""
+
+
 async def test_the_real_limit_of_a_file_is_met_like_a_full_disk(tmp_path, monkeypatch):
     connect = tables.connect
 
