@@ -30,6 +30,7 @@ from loadtests.pauses.worst_requests import MIB, WorstRequest, worst
 from loadtests.zoo.models import obtain
 
 MODEL = "cheap"
+CONTEXT = 8192  # tokens: no text of the sizes that are sent fits, so that none is generated from
 STREAMS = 2
 IDLE_SECONDS = 8.0  # of the comparison without a request
 REST_SECONDS = 0.3  # before and after each kind
@@ -82,7 +83,7 @@ def observed(model: Path, folder: Path) -> Iterator[Site]:
     file, port = folder / "loop", harness.free_port()
     file.write_bytes(bytes(64))
     command = [sys.executable, "-m", "loadtests.pauses.observed_server", str(file), "serve"]
-    chosen = harness.options({"model": model, "port": port})
+    chosen = harness.options({"model": model, "port": port, "context": CONTEXT})
     server = harness.Server("marathon", [*command, *chosen], port, "/ready", folder / "log")
     try:
         server.wait_ready()

@@ -26,7 +26,7 @@ from server.api.output.sse import encode
 from server.api.stored.answers import StoredAnswers
 from server.api.stored.paging import MOST, USUAL, Order, listing, page
 from server.api.stored.respond import JSON
-from server.errors import AnotherModel
+from server.errors import AnotherModel, AnswerNotFound
 from server.journal.record import Record
 
 STORED = (400, 404, 409, 503)
@@ -36,7 +36,7 @@ _METADATA = re.compile(r"metadata\[(.+)\]")
 def routes(served: AppContext, answers: StoredAnswers, prefix: str) -> APIRouter:
     router = APIRouter(prefix=f"{prefix}/chat/completions", tags=["stored answers"])
 
-    @router.get("", response_model=ChatList, responses=errors(400, 503))
+    @router.get("", response_model=ChatList, responses=errors(400, 404, 503))
     async def list_chats(
         http: Request,
         model: Annotated[str | None, Query(description="only those of this model")] = None,
@@ -44,7 +44,8 @@ def routes(served: AppContext, answers: StoredAnswers, prefix: str) -> APIRouter
         order: Annotated[Order, Query(description="from the oldest to the newest, or back")] = "asc",
         after: Annotated[str | None, Query(description="id of the completion that the page begins after")] = None,
     ) -> Response:
-        """Stored chat completions that have ended. `metadata[key]=value` lists only those that have this metadata."""
+        """Stored chat completions that have ended. `metadata[key]=value` lists only those that have this metadata. 404
+        where none was ever stored: most who ask for this path then meant to POST."""
         record_of(http.scope).endpoint = ENDPOINT
         records: list[Record] = []
         has_more = False
@@ -59,6 +60,8 @@ def routes(served: AppContext, answers: StoredAnswers, prefix: str) -> APIRouter
                 descending=order == "desc",
                 finished=True,
             )
+        if not (records or http.query_params or answers.has_kept_chats):
+            raise AnswerNotFound('No chat completion is stored. POST makes one, and keeps it with "store": true.')
         return _json(listing([await _shown(answers, record) for record in records], has_more))
 
     _add_reads(router, answers)

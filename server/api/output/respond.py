@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -29,6 +30,7 @@ from server.text.detokenizer import Piece, TextState
 
 MOST_NAMES = 1000  # of unknown fields that another process tells of
 MOST_CHARACTERS = 200  # of such a name
+SCORED_AT_ONCE = 100  # tokens whose log probabilities are written on the event loop, in some milliseconds
 CLIENT_LEFT = 499  # for the log; no client reads it
 
 log = logging.getLogger("marathon.api")
@@ -108,10 +110,23 @@ async def respond(served: AppContext, http: Request, endpoint: str, prepared: Pr
         frames = stream(reply, prepared, record)
         return EventStream(frames, live, served.settings.send_timeout_seconds)
     if await unless_left(http, collect(reply, record, prepared)):
-        whole = prepared.form.whole(reply.choices, reply.usage(prepared.request.n or 1))
-        return Response(encode(whole), media_type="application/json")
+        return Response(await _written(reply, prepared), media_type="application/json")
     record.facts["finish"] = "client left"
     return Response(status_code=CLIENT_LEFT)
+
+
+async def _written(reply: Reply, prepared: PreparedRequest) -> bytes:
+    """The plain answer. One with many log probabilities is written in a thread, for that takes longer than a stream may
+    wait."""
+    work = partial(_encoded, prepared.form, reply.choices, reply.usage(prepared.request.n or 1))
+    scored = sum(len(choice.scored) + len(choice.prompt_logprobs or ()) for choice in reply.choices)
+    if scored > SCORED_AT_ONCE:
+        return await asyncio.to_thread(work)
+    return work()
+
+
+def _encoded(form: ProtocolFormat, choices: list[Choice], usage: dict[str, Any]) -> bytes:
+    return encode(form.whole(choices, usage))
 
 
 async def collect(reply: Reply, record: CallRecord, prepared: PreparedRequest) -> None:

@@ -38,7 +38,11 @@ log = logging.getLogger("marathon.api")
 
 
 class StoredAnswers:
-    """Owned by the application. `preparations`: how a body is understood, by the kind of a record."""
+    """Owned by the application. `preparations`: how a body is understood, by the kind of a record.
+
+    Attributes:
+        has_kept_chats: a chat completion was stored since the server began.
+    """
 
     def __init__(self, served: AppContext, preparations: Mapping[Kind, Preparation]) -> None:
         self._served = served
@@ -46,6 +50,7 @@ class StoredAnswers:
         self._runs: dict[str, AnswerRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._fingerprint = ""
+        self.has_kept_chats = False
 
     @property
     def journal(self) -> Journal:
@@ -70,6 +75,7 @@ class StoredAnswers:
         except BaseException:
             live.close()
             raise
+        self.has_kept_chats = self.has_kept_chats or record.kind == "chat"
         telling = Telling(prepared, record.sequences, self._served.tokenizer, streams=record.stream)
         run = self._runs[record.id] = AnswerRun(record, self.journal, telling)
         run.log.add(telling.begin())

@@ -57,7 +57,7 @@ async def test_without_the_wish_a_disconnect_cancels_and_nothing_is_kept(tmp_pat
         await site.until(lambda: not fake.rows)
         made = (await site.chat()).json()
         assert (await site.client.get(f"{CHATS}/{made['id']}")).status_code == 404
-        assert (await site.client.get(CHATS)).json()["data"] == []
+        assert (await site.client.get(CHATS)).status_code == 404
 
 
 async def test_a_streamed_chat_is_told_as_it_is_without_storing(tmp_path: Path) -> None:
@@ -66,6 +66,17 @@ async def test_a_streamed_chat_is_told_as_it_is_without_storing(tmp_path: Path) 
         texts = ["".join(c["choices"][0]["delta"].get("content") or "" for c in s[:-1]) for s in (stored, plain)]
         assert texts == [HELLO, HELLO]
         assert stored[-1] == plain[-1] == "[DONE]"
+
+
+async def test_a_get_where_no_chat_is_stored_says_how_one_is_made(tmp_path: Path) -> None:
+    async with keeping(tmp_path) as site:
+        refused = await site.client.get(CHATS)
+        assert refused.status_code == 404
+        assert "POST" in refused.json()["error"]["message"]
+        made = (await site.chat(store=True)).json()
+        await site.client.delete(f"{CHATS}/{made['id']}")
+        emptied = await site.client.get(CHATS)
+        assert (emptied.status_code, emptied.json()["data"]) == (200, [])
 
 
 async def test_chats_are_listed_by_page_model_and_metadata(tmp_path: Path) -> None:
