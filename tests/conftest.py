@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -27,6 +28,12 @@ COVERED_VARIANTS = 2
 def pytest_report_header() -> str:
     packages = ("mlx", "mlx-lm", "transformers", "tokenizers", "fastapi", "uvicorn", "sse-starlette", "pydantic")
     return ", ".join(f"{package} {version(package)}" for package in packages)
+
+
+def pytest_configure() -> None:
+    """Let SIGINT through to the commands that tests start, which inherit what a shell in the background ignores."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,12 +17,11 @@ from server.api.input.members import unknown
 from server.api.input.schema import ChatRequest
 from server.api.input.sequences import Bounds, predicted
 from server.api.input.turns import spoken, text_of
-from server.api.middleware.access import record_of
 from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.output.chat import ChatForm
 from server.api.output.options import Extras
-from server.api.output.respond import PreparedRequest
+from server.api.output.respond import PreparedRequest, received
 from server.api.output.schema import ChatCompletion, ChatCompletionChunk
 from server.api.prepare import prepared
 from server.api.stored.answers import StoredAnswers
@@ -44,9 +43,7 @@ def routes(served: AppContext, answers: StoredAnswers, prefix: str) -> APIRouter
     )
     async def chat_completions(http: Request) -> Response:
         """The model's next turn of a conversation, whole or as an event stream."""
-        record_of(http.scope).endpoint = ENDPOINT
-        content = await body.read(http, served.settings.max_body_bytes)
-        bounds = Bounds.of(await served.known(), served.settings)
+        content, bounds = await received(served, http, ENDPOINT)
         understood = await served.prepare(prepare, content, bounds)
         return await respond_kept(served, answers, http, "chat", understood, content)
 

@@ -60,13 +60,21 @@ def routes(served: AppContext, answers: StoredAnswers, prefix: str) -> APIRouter
                 descending=order == "desc",
                 finished=True,
             )
-        if not (records or http.query_params or answers.has_kept_chats):
+        if not (records or http.query_params) and not await _has_chats(answers, owner_of(http.scope)):
             raise AnswerNotFound('No chat completion is stored. POST makes one, and keeps it with "store": true.')
         return _json(listing([await _shown(answers, record) for record in records], has_more))
 
     _add_reads(router, answers)
     _add_changes(router, answers, served.settings.max_body_bytes)
     return router
+
+
+async def _has_chats(answers: StoredAnswers, owner: str) -> bool:
+    """Whether chats are or were stored, those under way included."""
+    if answers.has_kept_chats or answers.journal.path is None:
+        return answers.has_kept_chats
+    records, _ = await answers.journal.page("chat", owner, limit=1)
+    return bool(records)
 
 
 def _add_reads(router: APIRouter, answers: StoredAnswers) -> None:

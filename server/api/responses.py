@@ -22,11 +22,10 @@ from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.responses_tools import Identities
 from server.api.input.schema import Wire, generation
 from server.api.input.sequences import Bounds
-from server.api.middleware.access import record_of
 from server.api.middleware.security import owner_of
 from server.api.openapi import GENERATION, errors, events
 from server.api.openapi import body as documented
-from server.api.output.respond import PreparedRequest
+from server.api.output.respond import PreparedRequest, received
 from server.api.output.responses import ResponsesForm
 from server.api.output.responses_schema import ResponseEvent, ResponseObject
 from server.api.prepare import prepared
@@ -60,9 +59,7 @@ def routes(served: AppContext, answers: StoredAnswers, prefix: str) -> APIRouter
 
 async def create(served: AppContext, answers: StoredAnswers, http: Request) -> Response:
     """The HTTP answer to a request for a response. Raises RequestError before the first byte."""
-    record_of(http.scope).endpoint = ENDPOINT
-    sent = await body.read(http, served.settings.max_body_bytes)
-    bounds = Bounds.of(await served.known(), served.settings)
+    sent, bounds = await received(served, http, ENDPOINT)
     content, earlier = await resolved(answers, sent, owner_of(http.scope))
     understood = await shifted(served.prepare(prepare, content, bounds, None, earlier), earlier)
     return await respond_kept(served, answers, http, "response", understood, content)

@@ -271,7 +271,7 @@ async def test_a_target_that_leads_nowhere_is_404_in_the_form_of_every_error(sit
 
 
 async def test_a_head_is_answered_without_a_body_whatever_the_answer(site: Site) -> None:
-    for target, lines, status in (("/live", [], 200), ("/x", [], 404), (CHAT, [], 405), ("/live", ["Host: b"], 400)):
+    for target, lines, status in (("/live", [], 200), ("/x", [], 404), (TEXT, [], 405), ("/live", ["Host: b"], 400)):
         async with connected(site, head("HEAD", target, *lines), head("GET", "/live")) as wire:
             answer = await wire.answer(method="HEAD")
             assert answer.status == status

@@ -92,10 +92,15 @@ async def answer(
 ) -> Response:
     """The HTTP answer to a request whose body `prepare` understands, in the worker thread or in another process.
     Raises RequestError before the first byte."""
+    content, bounds = await received(served, http, endpoint)
+    return await respond(served, http, endpoint, await served.prepare(prepare, content, bounds))
+
+
+async def received(served: AppContext, http: Request, endpoint: str) -> tuple[bytes, Bounds]:
+    """The body of a request for text, and what the model has room for. Raises RequestError."""
     record_of(http.scope).endpoint = endpoint
     content = await body.read(http, served.settings.max_body_bytes)
-    bounds = Bounds.of(await served.known(), served.settings)
-    return await respond(served, http, endpoint, await served.prepare(prepare, content, bounds))
+    return content, Bounds.of(await served.known(), served.settings)
 
 
 async def respond(served: AppContext, http: Request, endpoint: str, prepared: PreparedRequest) -> Response:
