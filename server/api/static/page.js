@@ -41,12 +41,13 @@ function figures({ status }) {
   const { engine, buffers, memory, queue } = status;
   const ends = Object.values(status.seconds_to_exhaustion).filter((seconds) => seconds != null);
   const unknown = engine.up && !buffers.limit ? "not counted here" : "–";
+  const none = engine.up ? "none in sight" : "–";
   const live = buffers.count == null ? unknown : `${number(buffers.count)} of ${number(buffers.limit)}`;
   return [
     ["Tokens a second", number(status.tokens_per_second)],
     ["First token after", status.first_token_seconds == null ? "–" : `${status.first_token_seconds.toPrecision(2)} s`],
     ["Live buffers", live],
-    ["Time to exhaustion", ends.length ? duration(Math.min(...ends)) : "none in sight"],
+    ["Time to exhaustion", ends.length ? duration(Math.min(...ends)) : none],
     ["Memory in use", memory.limit ? `${bytes(memory.active)} of ${bytes(memory.limit)}` : bytes(memory.active)],
     ["Running, waiting", `${queue.running}, ${queue.waiting}`],
     ["Engines replaced", number(sum(engine.restarts))],
