@@ -109,7 +109,8 @@ async def test_a_mistake_is_one_line(tmp_path: Path, capsys, arguments: list[str
     assert words in line
 
 
-async def test_without_a_journal_the_list_says_where_it_would_be(empty_home: Path, capsys) -> None:
+async def test_without_a_journal_the_list_says_where_it_would_be(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     found = await in_thread(capsys, "journal")
     assert (found.code, found.err) == (0, "")
-    assert found.out == f"nothing is stored; a server would do it in {empty_home}/data/mlx-marathon/journal.db\n"
+    assert found.out == f"nothing is stored; a server would do it in {tmp_path}/mlx-marathon/journal.db\n"
