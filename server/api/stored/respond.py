@@ -7,6 +7,7 @@ Runs on the event loop. What isn't kept goes the way that every answer goes (`ap
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -94,9 +95,12 @@ async def _whole(http: Request, run: AnswerRun, told: CallRecord) -> Response:
     return Response(run.answer, media_type=JSON)
 
 
-def follow(served: AppContext, run: AnswerRun, after: int) -> AsyncGenerator[bytes, None]:
-    """Events of an answer that is being made, with larger numbers than `after`."""
-    return run.log.follow(after, served.settings.keepalive_seconds, run.alive)
+async def follow(served: AppContext, run: AnswerRun, after: int) -> AsyncGenerator[bytes, None]:
+    """Events of an answer that is being made, with larger numbers than `after`. The journal counts it as a reader."""
+    with served.journal.hold(run.record.id):
+        async with aclosing(run.log.follow(after, served.settings.keepalive_seconds, run.alive)) as events:
+            async for data in events:
+                yield data
 
 
 async def _noted(run: AnswerRun, told: CallRecord, frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

@@ -133,6 +133,18 @@ async def test_a_dropped_stream_goes_on_and_is_picked_up_at_any_event(tmp_path: 
         assert text == LONG
 
 
+async def test_readers_are_counted_while_they_read(tmp_path: Path) -> None:
+    async with keeping(tmp_path, slow()) as site:
+        [created] = await first_events(site, {"input": "x", "background": True}, 1)
+        id = created["response"]["id"]
+        journal = site.served.journal
+        await site.until(lambda: journal.state.readers == 0)
+        reading = asyncio.create_task(events_text(site, id))
+        await site.until(lambda: journal.state.readers == 1)
+        await reading
+        await site.until(lambda: journal.state.readers == 0)
+
+
 async def test_readers_of_any_speed_and_none_are_the_same_to_the_answer(tmp_path: Path) -> None:
     async with keeping(tmp_path, slow()) as site:
         id = (await create(site, stream=False))["id"]
