@@ -10,25 +10,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import random
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from time import monotonic
 
 from loadtests import harness
-from loadtests.chaos.sse_client import Account, ask, completion
-from loadtests.harness import Failed, Server
+from loadtests.chaos.silence import silence_after_kill
+from loadtests.chaos.sse_client import completion
+from loadtests.harness import Server
+from loadtests.warm import ids
 from loadtests.zoo.models import obtain
 
 SHORT = 20  # tokens of the short prompt
-UNREAD_SECONDS = 0.05  # in which tokens from before the kill may still arrive
-LARGEST_ID = 1900
 AMPLE = "16GiB"
 
 
@@ -64,35 +60,15 @@ def pauses(name: str, server: Server, asked: argparse.Namespace) -> tuple[float,
     """The median pauses of the short and the long stream."""
     short, long = [], []
     for number in range(asked.kills):
-        short.append(asyncio.run(pause(server, ids(SHORT, number), SHORT)))
-        long.append(asyncio.run(pause(server, ids(asked.prompt, number), asked.tokens)))
+        short.append(silence(server, ids(SHORT, number), SHORT))
+        long.append(silence(server, ids(asked.prompt, number), asked.tokens))
         print(f"{name}: {short[-1]:.2f} s with {SHORT} tokens, {long[-1]:.2f} s with {asked.prompt}", flush=True)
     return median(short), median(long)
 
 
-def ids(length: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(10, LARGEST_ID) for _ in range(length)]
-
-
-async def pause(server: Server, prompt: list[int], tokens: int) -> float:
-    """Kill the engine once an answer has so many tokens; the silence until it goes on. Raises Failed."""
-    account = Account(completion(prompt, tokens + 1000))
-    task = asyncio.create_task(ask(server.port, account.body, account))
-    while len(account.tokens) < tokens and not account.ended:
-        await asyncio.sleep(0.002)
-    engine = await asyncio.to_thread(server.engine_pid)
-    if engine is None or account.ended:
-        raise Failed(f"nothing to kill: {account.trouble()}")
-    os.kill(engine, signal.SIGKILL)
-    killed = monotonic()
-    while (gap := account.gap_at(killed + UNREAD_SECONDS)) is None and not account.ended:
-        await asyncio.sleep(0.005)
-    task.cancel()
-    await asyncio.wait([task])
-    if gap is None:
-        raise Failed(f"the answer didn't go on: {account.trouble()}")
-    return gap
+def silence(server: Server, prompt: list[int], tokens: int) -> float:
+    """Seconds until an answer goes on whose engine is killed under way."""
+    return asyncio.run(silence_after_kill(server, completion(prompt, tokens + 1000), tokens))
 
 
 if __name__ == "__main__":

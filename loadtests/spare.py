@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,14 +21,14 @@ from statistics import median
 from time import monotonic, sleep
 
 from loadtests import harness, process_tree
-from loadtests.chaos.sse_client import Account, ask, completion
+from loadtests.chaos.silence import silence_after_kill
+from loadtests.chaos.sse_client import completion
 from loadtests.harness import Failed, Server
 from loadtests.zoo.models import obtain
 
 PREPARED_SECONDS = 300.0
 AFTER_TOKENS = 10
 LENGTH = 5000  # tokens of an answer, which is left once it has gone on
-UNREAD_SECONDS = 0.1  # in which tokens from before the kill may still arrive
 MIB = 2**20
 
 
@@ -82,25 +80,7 @@ async def pause(subject: Subject, wait: float) -> float:
     """Kill the engine in the middle of an answer and return the silence. Raises Failed if the answer doesn't go on."""
     await asyncio.to_thread(wait_for_spare, subject)
     await asyncio.sleep(wait)
-    engine = await asyncio.to_thread(subject.server.engine_pid)
-    assert engine is not None
-    account = Account(completion("Once upon a time", LENGTH))
-    task = asyncio.create_task(ask(subject.server.port, account.body, account))
-    await _reached(account, AFTER_TOKENS)
-    os.kill(engine, signal.SIGKILL)
-    killed = monotonic()
-    while (gap := account.gap_at(killed + UNREAD_SECONDS)) is None and not account.ended:
-        await asyncio.sleep(0.005)
-    task.cancel()
-    await asyncio.wait([task])
-    if gap is None:
-        raise Failed(f"the answer didn't go on: {account.trouble()}")
-    return gap
-
-
-async def _reached(account: Account, tokens: int) -> None:
-    while len(account.tokens) < tokens and not account.ended:
-        await asyncio.sleep(0.002)
+    return await silence_after_kill(subject.server, completion("Once upon a time", LENGTH), AFTER_TOKENS)
 
 
 def wait_for_spare(subject: Subject) -> None:
