@@ -22,19 +22,18 @@ from server.kv_store import trial
 from server.kv_store.files import folder
 from server.kv_store.files.folder import FolderLock
 from server.kv_store.files.keys import digest
-from server.kv_store.fingerprint import fingerprint
 from server.kv_store.keeper import Keeper
 from server.kv_store.layout import Layout
 from server.kv_store.reader import KVReader
 from server.kv_store.store import Disk, Store
 from server.kv_store.writer import KVWriter
-from server.model_files.weights import weight_files
+from server.model_files.fingerprint import cache_fingerprint
 from server.settings import Settings
 
 LOCK_SECONDS = 3.0  # in which an engine that has just been killed is gone
 OPEN_SECONDS = 5.0  # that an engine with its model loaded waits for the store; it opens later where that is too short
 CLOSE_SECONDS = 1.5  # for what is queued when an engine leaves; the server kills it soon after
-KNOWN = "models.json"  # hashes of models' files
+HASHES = "models.json"  # of models' files
 
 log = logging.getLogger("marathon.engine")
 
@@ -117,18 +116,18 @@ class Opening:
             log.warning("no KV is kept: %s is in use by another server; --kv-disk-folder names another", home)
             return
         began = time.perf_counter()
-        model = fingerprint(self._model, weight_files(self._model), home / KNOWN)
+        fingerprint = cache_fingerprint(self._model, home / HASHES)
         log.debug("the model's files are known after %.1f s", time.perf_counter() - began)
         self._learned.wait()
         if self._layout is None:
             self._lock.release()
             return
-        self._tier = self._opened(model, self._layout)
+        self._tier = self._opened(fingerprint, self._layout)
         log.info("KV is kept in %s: %d files, %d bytes", home, self._tier.store.files, self._tier.store.size)
 
-    def _opened(self, model: bytes, layout: Layout) -> Tier:
+    def _opened(self, fingerprint: str, layout: Layout) -> Tier:
         place = self._place
-        root = digest(model, layout.digest())
+        root = digest(fingerprint.encode(), layout.digest())
         folder.prepare(place.home / root.hex())
         folder.note_model(place.home / root.hex(), _shown(self._model))
         store = Store(place.home, root, layout.everything, place.limit, place.disk)

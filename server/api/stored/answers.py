@@ -25,7 +25,7 @@ from server.errors import AnotherModel, AnswerNotFound, Draining, InternalError,
 from server.ipc.sequence import Finish, TokenLogprobs
 from server.journal.journal import Journal
 from server.journal.record import Kind, Record
-from server.model_files.fingerprint import fingerprint
+from server.model_files.fingerprint import answer_fingerprint
 from server.supervision.generation import GenerationHandle, TokenLog
 
 RETRY_SECONDS = 1.0  # between two looks for an engine, for the work of an earlier server
@@ -188,7 +188,7 @@ class StoredAnswers:
     async def _known_fingerprint(self) -> str:
         """Of the served model."""
         if not self._fingerprint:
-            self._fingerprint = await asyncio.to_thread(fingerprint, self._served.tokenizer.folder)
+            self._fingerprint = await asyncio.to_thread(answer_fingerprint, self._served.tokenizer.folder)
         return self._fingerprint
 
     # ---------------------------------------------------------------- the server's start and end

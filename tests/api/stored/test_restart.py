@@ -61,7 +61,7 @@ async def test_what_another_model_began_has_failed_and_says_which_is_wanted(
         id = (await first_events(site, {"input": "x", "background": True}, 10))[0]["response"]["id"]
         done = (await create(site, "y", max_output_tokens=3))["id"]
         await ended(site, done)
-    monkeypatch.setattr("server.api.stored.answers.fingerprint", lambda folder: "another")
+    monkeypatch.setattr("server.api.stored.answers.answer_fingerprint", lambda folder: "another")
     async with keeping(tmp_path) as site:
         made = await ended(site, id)
         assert (made["status"], made["error"]["code"]) == ("failed", "server_error")
