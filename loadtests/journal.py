@@ -37,7 +37,7 @@ from server.ipc.sequence import Sampling, TokenSequence
 from server.journal import tables
 from server.journal.journal import Journal
 from server.journal.measures import JournalMetrics
-from server.journal.record import Record
+from server.journal.record import NewTokens, Record
 from server.settings import load
 
 WITHOUT, WITH, STORED = "without", "with", "stored"
@@ -137,8 +137,8 @@ async def store(journal: Journal, number: int, tokens: int) -> None:
     log = journal.tokens(record.id)
     done = asyncio.Event()
     for first in range(0, tokens, 100):
-        log.append(0, list(range(first, min(first + 100, tokens))), [], None, None, lambda: None)
-    log.append(0, [], [], "stop", 0, done.set)
+        log.append(NewTokens(0, list(range(first, min(first + 100, tokens)))), lambda: None)
+    log.append(NewTokens(0, [], finish="stop", cached=0), done.set)
     await done.wait()
     await journal.finish(record.id, "completed", answer=b'{"output": "%b"}' % (b"word " * 300), finishes=["stop"])
 

@@ -1,13 +1,13 @@
 """The error tree, and its wire form.
 
-Owns every failure that Marathon tells somebody about. Runs in both processes; does no I/O.
+Owns every failure that Marathon reports to a client or on the command line. Runs in both processes; does no I/O.
 
     MarathonError
     ├── StartupError                  one line on stderr, exit code 2; never reaches HTTP
     └── RequestError                  has status, type, code, param; rendered as an HTTP answer or as an SSE event
         ├── InvalidValue              400  a field has a value that it can't have
         ├── UnsupportedParameter      400  the field is known, but what it asks for isn't offered
-        ├── ContextLengthError     400  the prompt doesn't fit the context
+        ├── ContextLengthError        400  the prompt doesn't fit the context
         ├── ExceedsMemory             400  the sequence could never fit the memory limit, even alone
         ├── InvalidApiKey             401
         ├── Forbidden                 403  foreign Origin or Host
@@ -15,7 +15,7 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
         ├── ModelNotFound             404
         ├── AnswerNotFound            404  no stored answer has this id, or another key made it
         ├── UnknownUrl                404
-        ├── MethodError          405
+        ├── MethodError               405
         ├── RequestTimeout            408  the request's deadline passed, or it stopped coming
         ├── AnotherModel              409  a stored answer can be told by the model alone that made it
         ├── Cancellation              409  another request cancelled or deleted the answer
@@ -27,14 +27,16 @@ Owns every failure that Marathon tells somebody about. Runs in both processes; d
         ├── Draining                  503  shutting down
         ├── JournalUnavailable        503  the answer can't be stored
         └── InternalError             500
-            └── GenerationError      500  this generation can't be continued; retrying would repeat it
-                └── FatalPrompt      400  its prompt has killed engines
+            └── GenerationError       500  this generation can't be continued; retrying would repeat it
+                └── FatalPrompt       400  its prompt has killed engines
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's and Anthropic's SDKs repeat 408, 409, 429 and 5xx without it
 
 
 def joined_lines(text: str) -> str:
@@ -68,12 +70,14 @@ class RequestError(MarathonError):
         retry_after: seconds, sent as `Retry-After`, or None.
         numbers: what the message says, for programs: further members of the error object.
         reason: label of `marathon_requests_rejected_total`.
+        own_headers: of the response, always the same for the class.
     """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
     reason: ClassVar[str] = "invalid"
+    own_headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -91,14 +95,15 @@ class RequestError(MarathonError):
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object: `{"error": {message, type, param, code}}`, and the numbers there are."""
-        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": {**told, **self.numbers}}
+        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**fields, **self.numbers}}
 
     def headers(self) -> dict[str, str]:
         """Response headers that belong to the error."""
-        if self.retry_after is None:
-            return {}
-        return {"Retry-After": str(self.retry_after)}
+        headers = dict(self.own_headers)
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        return headers
 
 
 class InvalidValue(RequestError):
@@ -157,9 +162,7 @@ class InvalidApiKey(RequestError):
     type = "authentication_error"
     code = "invalid_api_key"
     reason = "auth"
-
-    def headers(self) -> dict[str, str]:
-        return {"WWW-Authenticate": "Bearer"}
+    own_headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
 
 
 class Forbidden(RequestError):
@@ -201,9 +204,7 @@ class AnotherModel(RequestError):
     status = 409
     type = "invalid_request_error"
     code = "another_model"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    own_headers = NO_RETRY
 
 
 class Cancellation(RequestError):
@@ -212,9 +213,7 @@ class Cancellation(RequestError):
     status = 409
     type = "invalid_request_error"
     code = "cancelled"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    own_headers = NO_RETRY
 
 
 class UnknownUrl(RequestError):
@@ -240,9 +239,7 @@ class RequestTimeout(RequestError):
     status = 408
     type = "server_error"
     code = "timeout"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    own_headers = NO_RETRY
 
 
 class RequestTooLarge(RequestError):
@@ -261,9 +258,7 @@ class UnsupportedMediaType(RequestError):
     type = "invalid_request_error"
     code = "unsupported_media_type"
     reason = "unsupported"
-
-    def headers(self) -> dict[str, str]:
-        return {"Accept-Encoding": "gzip, deflate"}
+    own_headers: ClassVar[Mapping[str, str]] = {"Accept-Encoding": "gzip, deflate"}
 
 
 class HeadTooLarge(RequestError):
@@ -309,9 +304,7 @@ class JournalUnavailable(RequestError):
     type = "server_error"
     code = "journal_unavailable"
     reason = "journal"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    own_headers = NO_RETRY
 
 
 class InternalError(RequestError):
@@ -326,9 +319,7 @@ class GenerationError(InternalError):
     """This generation ended with an error and retrying would repeat it."""
 
     code = "generation_failed"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    own_headers = NO_RETRY
 
 
 class FatalPrompt(GenerationError):

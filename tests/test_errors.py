@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from serving import USER, engine, run_server
 
+from server import errors
 from server.api.output.schema import ErrorBody
 from server.errors import Draining, ExceedsMemory, InternalError, NotReady, RequestError, RequestTimeout
 from server.metrics import REJECTIONS
@@ -34,6 +35,11 @@ def test_every_error_is_mapped_and_documented(kind: type[RequestError]) -> None:
     assert f"| {kind.__name__} | {kind.status} | {kind.code} |" in DOCS
     assert kind.reason in REJECTIONS
     assert kind.__doc__
+
+
+def test_the_drawn_tree_has_every_error_with_its_status() -> None:
+    drawn = re.findall(r"[├└]── (\w+) +(\d{3})\b", errors.__doc__ or "")
+    assert dict(drawn) == {kind.__name__: str(kind.status) for kind in ALL}
 
 
 def test_codes_tell_errors_apart() -> None:

@@ -23,15 +23,14 @@ import msgspec
 from server import faults
 from server.config.data_folder import JOURNAL, data_folder
 from server.errors import JournalUnavailable, one_line
-from server.ipc.sequence import Finish, TokenLogprobs
 from server.journal import place, reading, tables, writing
 from server.journal.expiry import Expiry, Retention
 from server.journal.place import Lock, Unusable
 from server.journal.reading import Query
-from server.journal.record import Damage, Kind, Outcome, Record, Status, StoredTokens
+from server.journal.record import Damage, Kind, NewTokens, Outcome, Record, Status, StoredTokens
 from server.journal.state import Condition, JournalState
 from server.journal.writer import Job, JournalCounts, Writer
-from server.journal.writing import NewTokens, OpenRecords
+from server.journal.writing import OpenRecords
 from server.settings import Settings
 
 DAY_SECONDS = 86400.0
@@ -162,13 +161,14 @@ class Journal:
         """Where the ids of this record go; `generated` are those of each choice that are stored already."""
         return RecordTokens(self, id, [len(ids) for ids in generated or ()])
 
-    def append(self, news: NewTokens, then: Callable[[], None]) -> None:
-        """Store ids and call `then` once they are committed, or once it is known that they can't be for now."""
+    def append(self, id: str, start: int, news: NewTokens, then: Callable[[], None]) -> None:
+        """Store a choice's ids from the `start`-th on and call `then` once they are committed, or once it is known
+        that they can't be for now."""
         if not self._appended:
             asyncio.get_running_loop().call_soon(self._flush)
         self._appended.append(
             Job(
-                lambda connection, records: writing.append(connection, records, news),
+                lambda connection, records: writing.append(connection, records, id, start, news),
                 lambda result, error: then(),
                 kept=True,
                 tokens=len(news.tokens),
@@ -347,19 +347,11 @@ class RecordTokens:
         self._id = id
         self._counts = dict(enumerate(counts))
 
-    def append(
-        self,
-        index: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs],
-        finish: Finish | None,
-        cached: int | None,
-        then: Callable[[], None],
-    ) -> None:
-        """News of a choice; `then` is called on the event loop once they may be shown."""
-        start = self._counts.get(index, 0)
-        self._counts[index] = start + len(tokens)
-        self._journal.append(NewTokens(self._id, index, start, tokens, logprobs, finish, cached), then)
+    def append(self, news: NewTokens, then: Callable[[], None]) -> None:
+        """Store news of a choice; `then` is called on the event loop once they may be shown."""
+        start = self._counts.get(news.choice, 0)
+        self._counts[news.choice] = start + len(news.tokens)
+        self._journal.append(self._id, start, news, then)
 
 
 def _words(error: Exception) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import msgspec
 
-from server.ipc.sequence import TokenLogprobs, TokenSequence
+from server.ipc.sequence import Finish, TokenLogprobs, TokenSequence
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 Kind = Literal["response", "chat"]
@@ -68,6 +69,17 @@ class Record(msgspec.Struct, kw_only=True):
     @property
     def is_final(self) -> bool:
         return self.status in FINAL
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """News of one choice on its way into the journal: ids that follow those before, and what else is known now."""
+
+    choice: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # empty or aligned with `tokens`
+    finish: Finish | None = None
+    cached: int | None = None
 
 
 class StoredTokens(msgspec.Struct):

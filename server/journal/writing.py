@@ -13,26 +13,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from server.ipc.sequence import Finish, TokenLogprobs
+from server.ipc.sequence import TokenLogprobs
 from server.journal import record as codec
-from server.journal.record import UNFINISHED, Outcome, Record
+from server.journal.record import UNFINISHED, NewTokens, Outcome, Record
 
 BLOCK_TOKENS = 256  # of a row, which is written anew with each commit until it is full
 BLOCK_BYTES = 4096  # the same for what its logprobs take
 _PARTS = ("tokens", "choice", "result", "content", "record")
-
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """News of one choice of a record: its ids from the `start`-th on."""
-
-    id: str
-    choice: int
-    start: int
-    tokens: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: Finish | None = None
-    cached: int | None = None
 
 
 @dataclass(slots=True)
@@ -129,12 +116,16 @@ def begin(connection: sqlite3.Connection, id: str) -> None:
     connection.execute("UPDATE record SET status = 'in_progress' WHERE id = ? AND status = 'queued'", (id,))
 
 
-def append(connection: sqlite3.Connection, records: OpenRecords, news: NewTokens) -> None:
-    """Ids of a record that isn't finished; for any other one nothing. Raises Damage when ids are missing before."""
-    record = records.open(connection, news.id)
+def append(connection: sqlite3.Connection, records: OpenRecords, id: str, start: int, news: NewTokens) -> None:
+    """Store a choice's ids from the `start`-th on; nothing for a record that has ended. Raises Damage when ids are
+    missing before them."""
+    record = records.open(connection, id)
     if record is None:
         return
     if news.tokens:
+        end = record.blocks[news.choice].end
+        if start != end:
+            raise codec.Damage(f"{id} goes on at token {start} and has {end}")
         _fill(connection, record, news)
     if news.cached is not None:
         connection.execute(
@@ -148,8 +139,6 @@ def append(connection: sqlite3.Connection, records: OpenRecords, news: NewTokens
 
 def _fill(connection: sqlite3.Connection, record: _OpenRecord, news: NewTokens) -> None:
     block = record.blocks[news.choice]
-    if news.start != block.end:
-        raise codec.Damage(f"{news.id} goes on at token {news.start} and has {block.end}")
     done = 0
     while done < len(news.tokens):
         if block.is_full:

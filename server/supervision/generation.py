@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 from server.errors import RequestError
 from server.ipc.sequence import Finish, TokenLogprobs, TokenSequence
 from server.ipc.snapshot import PromptProgress
+from server.journal.record import NewTokens
 from server.supervision.probation import DeathRecord
 
 Cause = Literal["crash", "stall", "rotation", "preemption", "restart"]
@@ -39,19 +40,11 @@ class GenerationDelta:
 
 
 class TokenLog(Protocol):
-    """Where the ids of a request are saved before anybody reads them."""
+    """Where the ids of a request are saved before they are read."""
 
-    def append(
-        self,
-        index: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs],
-        finish: Finish | None,
-        cached: int | None,
-        then: Callable[[], None],
-    ) -> None:
-        """News of a choice. Calls `then` on the event loop, in order: once they are saved, or once it is sure that they
-        can't be."""
+    def append(self, news: NewTokens, then: Callable[[], None]) -> None:
+        """Take news of a choice. Calls `then` on the event loop, in order: once they are saved, or once it is sure that
+        they can't be."""
         ...
 
 
@@ -153,14 +146,9 @@ class Generation:
             cached = self.cached
         self.logged = len(self.generated)
         self.saving += 1
-        self.log.append(
-            self.index,
-            self.generated[start:],
-            self.logprobs[start - self.read :],
-            self.reason,
-            cached,
-            partial(self._may_be_read, self.logged, self.reason),
-        )
+        logprobs = self.logprobs[start - self.read :]
+        news = NewTokens(self.index, self.generated[start:], logprobs, self.reason, cached)
+        self.log.append(news, partial(self._may_be_read, self.logged, self.reason))
 
     def _may_be_read(self, end: int, finish: Finish | None) -> None:
         self.saving -= 1

@@ -14,6 +14,7 @@ from server.errors import InvalidValue, JournalUnavailable
 from server.ipc.sequence import Grammar, TokenLogprobs
 from server.journal import tables, writing
 from server.journal.measures import JournalMetrics
+from server.journal.record import NewTokens
 
 
 async def test_a_record_is_read_as_it_was_written(tmp_path):
@@ -35,9 +36,12 @@ async def test_ids_and_logprobs_outlive_the_journal_that_wrote_them(tmp_path):
         await journal.add(record(choices=2))
         await journal.begin("resp_1")
         log = journal.tokens("resp_1")
-        for n in range(700):
-            log.append(0, [n], [], None, 5 if n == 0 else None, lambda: None)
-            log.append(1, [n + 1], [logprobs[n]], "stop" if n == 699 else None, None, lambda: None)
+        log.append(NewTokens(0, [0], cached=5), lambda: None)
+        log.append(NewTokens(1, [1], [logprobs[0]]), lambda: None)
+        for n in range(1, 700):
+            log.append(NewTokens(0, [n]), lambda: None)
+            log.append(NewTokens(1, [n + 1], [logprobs[n]]), lambda: None)
+        log.append(NewTokens(1, [], finish="stop"), lambda: None)
     async with opened(tmp_path / "j.db") as journal:
         first, second = await journal.ids("resp_1")
         found = await journal.get("resp_1", "")

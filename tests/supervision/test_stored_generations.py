@@ -12,6 +12,7 @@ from supervising import collect, endless, first_tokens, sequence, supervise, unt
 
 from server.errors import Draining, GenerationError, NotReady, QueueFull
 from server.ipc.sequence import Finish, TokenLogprobs
+from server.journal.record import NewTokens
 
 
 @dataclass
@@ -25,23 +26,16 @@ class HeldLog:
     cached: dict[int, int] = field(default_factory=dict)
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
-    def append(
-        self,
-        index: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs],
-        finish: Finish | None,
-        cached: int | None,
-        then: Callable[[], None],
-    ) -> None:
+    def append(self, news: NewTokens, then: Callable[[], None]) -> None:
+        index = news.choice
         assert index not in self.ends, "nothing comes after the end"
-        self.tokens.setdefault(index, []).extend(tokens)
-        self.logprobs.setdefault(index, []).extend(logprobs)
-        if finish is not None:
-            self.ends[index] = finish
-        if cached is not None:
+        self.tokens.setdefault(index, []).extend(news.tokens)
+        self.logprobs.setdefault(index, []).extend(news.logprobs)
+        if news.finish is not None:
+            self.ends[index] = news.finish
+        if news.cached is not None:
             assert index not in self.cached
-            self.cached[index] = cached
+            self.cached[index] = news.cached
         self.waiting.append(then)
         if self.prompt:
             asyncio.get_running_loop().call_soon(self.let_go)

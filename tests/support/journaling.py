@@ -12,7 +12,7 @@ from supervising import Recorded, sequence
 
 from server.ipc.sequence import TokenLogprobs
 from server.journal.journal import Journal, RecordTokens
-from server.journal.record import Record
+from server.journal.record import NewTokens, Record
 from server.settings import load
 
 
@@ -54,5 +54,5 @@ async def append(
 ) -> None:
     """Returns once the journal says that they may be shown."""
     done = asyncio.Event()
-    log.append(index, tokens, logprobs or [], finish, cached, done.set)
+    log.append(NewTokens(index, tokens, logprobs or [], finish, cached), done.set)
     await asyncio.wait_for(done.wait(), 10)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from server.api.context import AppContext
@@ -22,9 +23,8 @@ from server.api.stored.run import AnswerRun
 from server.api.stored.telling import Telling
 from server.api.stored.transcript import Transcript, replay, retell
 from server.errors import AnotherModel, AnswerNotFound, Draining, InternalError, NotReady, RequestError
-from server.ipc.sequence import Finish, TokenLogprobs
 from server.journal.journal import Journal
-from server.journal.record import Kind, Record
+from server.journal.record import Kind, NewTokens, Record
 from server.model_files.fingerprint import answer_fingerprint
 from server.supervision.generation import GenerationHandle, TokenLog
 
@@ -285,13 +285,6 @@ class ChoiceTokens:
         self._whole = whole
         self._indices = indices
 
-    def append(
-        self,
-        index: int,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs],
-        finish: Finish | None,
-        cached: int | None,
-        then: Callable[[], None],
-    ) -> None:
-        self._whole.append(self._indices[index], tokens, logprobs, finish, cached, then)
+    def append(self, news: NewTokens, then: Callable[[], None]) -> None:
+        """Store news of a choice under its place in the answer."""
+        self._whole.append(replace(news, choice=self._indices[news.choice]), then)
