@@ -92,8 +92,9 @@ def _constraint(request: CompletionRequest, served: ServedModel, bounds: Bounds)
     form = response_format.read(request, served.settings)
     if form is None:
         return None
-    response_format.check_spelling(form, served.tokenizer, bounds.vocabulary)
-    return build.answer(form.schema, rule=form.rule, param=form.param, prove=served.checker.fault)
+    prove = served.checker.fault
+    form = response_format.checked(form, served.tokenizer, bounds.vocabulary, prove)
+    return build.answer(form.schema, rule=form.rule, param=form.param, prove=prove)
 
 
 def split(prompt: Prompt) -> list[str | list[int]]:

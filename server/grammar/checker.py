@@ -16,10 +16,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
 
 from server.ipc.sequence import MAX_GRAMMAR_SIZE
 
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
 SECONDS = 5  # for one answer; checking the largest grammar that is allowed takes a tenth
+NO_TEXT = "no text could follow it"
 _DEAD_END = "NoExtensionBias"  # llguidance's word for a grammar that allows no token and no end
 _START_SECONDS = 60.0  # a process that starts on a busy machine
 
@@ -29,17 +35,25 @@ Prove = Callable[[str], str]
 
 def fault(grammar: str) -> str:
     """What is wrong with an llguidance grammar, in its own words; empty if nothing is. In this very process."""
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     if wrong:
         return str(messages[0])
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)  # what else it says is of its tokens
+    matcher = LLMatcher(_byte_tokens(), grammar, log_level=0, limits=limits)  # what else it says is of its tokens
     matcher.compute_bitmask()
     if _DEAD_END in matcher.get_error():
-        return "no text could follow it"
+        return NO_TEXT
     return ""
+
+
+@cache
+def _byte_tokens() -> LLTokenizer:
+    """Making them takes ten times as long as checking a small grammar."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 class Checker:

@@ -1,42 +1,42 @@
 """Rules of a user's grammar that no finite text can follow.
 
-Owns the search for them in a grammar in Lark: a rule whose every alternative needs a rule like it. llguidance accepts
-such a grammar wherever a token may come first, and the row fails in mid-answer or goes on until its last token. Runs in
-the server's worker thread; pure.
+Owns the search for them in a grammar in Lark: a rule whose every alternative needs a rule like it, or a terminal that
+nothing matches. llguidance accepts such a grammar wherever a token may come first, and the row fails in mid-answer or
+goes on until its last token. Runs in the server's worker thread; pure.
 
-The verdict errs towards accepting: what isn't read here (an attribute, a nested grammar, a terminal) is taken to end.
+The verdict errs towards accepting: what isn't read here is taken to end.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+
+from server.grammar.lark import Definition, Unread, Word
 
 MOST_PASSES = 20  # over all rules; what isn't decided by then is accepted
 MOST_DEPTH = 100  # of groups in groups
-_TOKEN = re.compile(
-    r"(?P<blank>[ \t\r]+|//[^\n]*|%(?:ignore|import|declare)\b[^\n]*)|(?P<line>\n)"
-    r'|(?P<text>"(?:[^"\\\n]|\\.)*"i?|/(?:[^/\\\n]|\\.)+/[a-z]*|<[^>\n]*>)'
-    r"|(?P<inner>%\w+)|(?P<name>[?!]?[A-Za-z_]\w*)|(?P<often>\{[^}\n]*\}|~[ \t]*\d+(?:\.\.\d+)?|[*+?])|(?P<sign>.)",
-    re.ASCII,
-)
 _NONE = re.compile(r"\{\s*(?:0\s*)?(?:,|\})|~\s*0\.\.")
-Token = tuple[str, str]
-Need = list["Sequence"]  # alternatives
-Sequence = list["str | Need"]  # names of rules and groups, all of which are needed
+_OF_TERMINALS = frozenset({"stop", "suffix", "lazy", "max_tokens", "temperature"})  # attributes
+Need = list["Needed"]  # alternatives
+Needed = list["str | Need"]  # names of rules and terminals, and groups, all of which are needed
 
 
-class Unread(Exception):
-    """The grammar has something that isn't understood here."""
+def is_rule(definition: Definition) -> bool:
+    """Whether it may refer to rules: a terminal can't, nor a rule with certain attributes, which is one as well."""
+    keys = {word.text for word in definition.attributes if word.kind == "name"}
+    return not definition.is_terminal and not keys & _OF_TERMINALS
 
 
-def endless_rule(lark: str) -> str:
-    """The first rule on the way from `start` that no finite text can follow; empty if there is none."""
+def endless_rule(definitions: Sequence[Definition], barren: Collection[str] = ()) -> str:
+    """What is needed on the way from `start` and no finite text can follow; empty if nothing is. `barren`: terminals,
+    by name or as they are written in a rule, that no text matches."""
+    rules: dict[str, Need] = {one: [[one]] for one in barren}
     try:
-        rules = dict(_rules(_tokens(lark)))
+        read = {one.name: _alternatives(one.body, 0, 0, barren)[0] for one in definitions if is_rule(one)}
     except (Unread, IndexError):
         return ""
+    rules = read | rules
     ending: set[str] = set()
     for _ in range(MOST_PASSES):
         known = len(ending)
@@ -44,27 +44,30 @@ def endless_rule(lark: str) -> str:
             if name not in ending and _ends(need, ending, rules):
                 ending.add(name)
         if len(ending) == known:
-            return _reached(rules, ending)
+            return _reached(rules, ending, barren)
     return ""
 
 
-def _reached(rules: dict[str, Need], ending: set[str]) -> str:
-    """An endless rule that `start` needs in one of its alternatives, however far away."""
+def _reached(rules: dict[str, Need], ending: set[str], barren: Collection[str]) -> str:
+    """What `start` needs in one of its alternatives, however far away, and is endless; a terminal before a rule."""
+    endless = [name for name in reached(rules) if name in rules and name not in ending]
+    return next((name for name in endless if name in barren), next(iter(endless), ""))
+
+
+def reached(rules: dict[str, Need]) -> list[str]:
+    """`start`, and the names that it needs in one of its alternatives, however far away."""
     left = ["start"]
-    seen = set(left)
+    seen = dict.fromkeys(left)
     while left:
-        name = left.pop()
-        if name in rules and name not in ending:
-            return name
-        fresh = [one for one in _named(rules.get(name, [])) if one not in seen]
-        seen.update(fresh)
+        fresh = [one for one in _named(rules.get(left.pop(), [])) if one not in seen]
+        seen.update(dict.fromkeys(fresh))
         left += fresh
-    return ""
+    return list(seen)
 
 
 def _named(need: Need) -> Iterator[str]:
-    for sequence in need:
-        for part in sequence:
+    for needed in need:
+        for part in needed:
             if isinstance(part, str):
                 yield part
             else:
@@ -72,7 +75,7 @@ def _named(need: Need) -> Iterator[str]:
 
 
 def _ends(need: Need, ending: set[str], rules: dict[str, Need]) -> bool:
-    return any(all(_part_ends(part, ending, rules) for part in sequence) for sequence in need)
+    return any(all(_part_ends(part, ending, rules) for part in needed) for needed in need)
 
 
 def _part_ends(part: str | Need, ending: set[str], rules: dict[str, Need]) -> bool:
@@ -82,79 +85,38 @@ def _part_ends(part: str | Need, ending: set[str], rules: dict[str, Need]) -> bo
 
 
 # ---------------------------------------------------------------- reading
-def _tokens(lark: str) -> list[Token]:
-    """The grammar's words. Raises Unread for a nested grammar that isn't JSON."""
-    found: list[Token] = []
-    place = 0
-    while place < len(lark):
-        match = _TOKEN.match(lark, place)
-        if match is None:
-            raise Unread
-        place = match.end()
-        if match.lastgroup == "inner":
-            place = _behind(lark, place)
-            found.append(("text", match[0]))
-        elif match.lastgroup != "blank":
-            found.append((str(match.lastgroup), match[0]))
-    return found
-
-
-def _behind(lark: str, place: int) -> int:
-    """Where a JSON value that begins at `place` ends."""
-    while place < len(lark) and lark[place].isspace():
-        place += 1
-    try:
-        return json.JSONDecoder().raw_decode(lark, place)[1]
-    except (ValueError, RecursionError):
-        raise Unread from None
-
-
-def _rules(tokens: list[Token]) -> Iterator[tuple[str, Need]]:
-    place = 0
-    while place < len(tokens):
-        kind, word = tokens[place]
-        if kind == "name" and tokens[place + 1] == ("sign", ":"):
-            need, place = _alternatives(tokens, place + 2, 0)
-            if not word.lstrip("?!_")[:1].isupper():  # a terminal; llguidance doesn't let it contain itself
-                yield word.lstrip("?!"), need
-        elif kind == "line" or word.startswith("%"):
-            place += 1
-        else:
-            raise Unread
-
-
-def _alternatives(tokens: list[Token], place: int, depth: int) -> tuple[Need, int]:
+def _alternatives(body: Sequence[Word], place: int, depth: int, barren: Collection[str]) -> tuple[Need, int]:
     """Alternatives up to the end of the rule or group, and the place of that end."""
     if depth > MOST_DEPTH:
         raise Unread
     need: Need = [[]]
-    while place < len(tokens):
-        kind, word = tokens[place]
-        if kind == "line":
-            if not _goes_on(tokens, place, depth):
-                return need, place
-        elif word in (")", "]"):
+    while place < len(body):
+        word = body[place]
+        if word.text in (")", "]"):
             return need, place
-        elif word == "|":
+        if word.text == "|":
             need.append([])
-        elif word in ("(", "["):
-            inner, place = _alternatives(tokens, place + 1, depth + 1)
-            need[-1].append([[]] if word == "[" else inner)
-        elif kind == "often":
-            if word in ("*", "?") or _NONE.match(word):
-                need[-1].pop()
-        elif kind == "name":
-            need[-1].append(word)
-        elif kind == "text":
-            need[-1].append([[]])
+        elif word.text in ("(", "["):
+            inner, place = _alternatives(body, place + 1, depth + 1, barren)
+            need[-1].append([[]] if word.text == "[" else inner)
         else:
-            raise Unread
+            place = _add(need[-1], body, place, barren)
         place += 1
     return need, place
 
 
-def _goes_on(tokens: list[Token], place: int, depth: int) -> bool:
-    """Whether a rule goes on behind a line's end."""
-    while place < len(tokens) and tokens[place][0] == "line":
-        place += 1
-    return depth > 0 or (place < len(tokens) and tokens[place][1] == "|")
+def _add(needed: Needed, body: Sequence[Word], place: int, barren: Collection[str]) -> int:
+    """Adds a word to what an alternative needs; the place of the last word that was read."""
+    word = body[place]
+    if word.kind == "often":
+        if word.text in ("*", "?") or _NONE.match(word.text):
+            needed.pop()
+    elif word.kind == "name" or word.text in barren:
+        needed.append(word.text)
+    elif word.kind in ("text", "token", "json", "grammar", "inner"):
+        needed.append([[]])
+    elif word.kind == "range" or body[place : place + 2][-1].text == ">":  # "a".."z", and -> name
+        return place + 1 + (word.kind != "range")
+    elif word.kind != "line":
+        raise Unread
+    return place

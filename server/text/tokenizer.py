@@ -162,6 +162,10 @@ class Tokenizer:
         control = {*self._vocabulary.special, *self.eos_ids, *self.tags().ids}
         return TokenTable(texts, *(sorted(t for t in ids if t < len(texts)) for ids in (control, self.eos_ids)))
 
+    def added_id(self, text: str) -> int | None:
+        """The id of the added token that is spelled `text`, as control tokens are."""
+        return self._added.get(text)
+
     def unspellable(self, rows: int) -> frozenset[int]:
         """Bytes that the model can't write by themselves, given its number of logits."""
         return self._vocabulary.unspellable(rows)

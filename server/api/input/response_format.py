@@ -13,15 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from server.api.input.schema import GenerationRequest, StructuredOutputs
 from server.errors import InvalidValue, UnsupportedParameter, one_line
-from server.grammar import build
-from server.grammar.productive import endless_rule
+from server.grammar import build, user_grammar
+from server.grammar.checker import Prove
 from server.settings import Settings
 from server.text.tokenizer import Tokenizer
 
+# llguidance's own search for `start:` takes a GBNF rule of that name for Lark, and Lark with attributes for GBNF.
+_LARK = re.compile(r"^\s*(?:%llguidance\b|[?!]?start\s*(?:\[[^\]\n]*\])?\s*:(?!:=))", re.MULTILINE)
+_START_IN_GBNF = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|(?<![\w-])start(?![\w-])')
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _ASCII = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
 
 
@@ -32,12 +36,14 @@ class AnswerForm:
     Attributes:
         param: where it stands in the request.
         rule: the grammar rule of what is no JSON.
+        lark: the user's own grammar that `rule` consists of, until it is checked.
         schema: the JSON schema, if `rule` is empty.
         of_text: it is a form of the answer's text, where there is text; else of all of the answer.
     """
 
     param: str
     rule: str = ""
+    lark: str = ""
     schema: Any = None
     of_text: bool = field(default=False, compare=False)
 
@@ -108,12 +114,20 @@ def check_size(value: object, settings: Settings, param: str) -> None:
         raise InvalidValue(message, param=param)
 
 
-def check_spelling(form: AnswerForm, tokenizer: Tokenizer, rows: int | None) -> None:
-    """Raises when the model, which has `rows` logits, couldn't write some of the texts that a form may ask for."""
-    if missing := tokenizer.unspellable(tokenizer.vocab_size if rows is None else rows):
+def checked(form: AnswerForm, tokenizer: Tokenizer, rows: int | None, prove: Prove) -> AnswerForm:
+    """The form, held against the model, which has `rows` logits.
+
+    Raises when the model couldn't write some of the texts that a form may ask for, or no text has the form.
+    """
+    rows = tokenizer.vocab_size if rows is None else rows
+    if missing := tokenizer.unspellable(rows):
         shown = ", ".join(f"0x{byte:02X}" for byte in sorted(missing)[:4])
         message = f"{form.param}: this model can't write every text: it has no tokens for single bytes such as {shown}"
         raise UnsupportedParameter(message, param=form.param)
+    if not form.lark:
+        return form
+    tokens = user_grammar.Tokens(tokenizer.added_id, min(rows, tokenizer.vocab_size))
+    return replace(form, rule=_rule(user_grammar.checked(form.lark, form.param, tokens, prove)), lark="")
 
 
 # ---------------------------------------------------------------- kinds
@@ -160,11 +174,34 @@ def _choice(value: list[str], param: str) -> AnswerForm:
 
 def _grammar(value: str, param: str) -> AnswerForm:
     """GBNF as llama.cpp has it, or Lark as llguidance has it."""
-    try:
-        lark = any_to_lark(value)
-    except Exception as error:  # the converter raises bare ones
-        raise InvalidValue(f"{param}: this is no grammar: {one_line(error)}", param=param) from None
-    if name := endless_rule(lark):
-        message = f"{param}: this can't be enforced: the rule {name!r} leads back to itself, so that no text could end"
-        raise InvalidValue(message, param=param)
-    return AnswerForm(param, rule=f"%lark {{\n{lark}\n}}")
+    lark = value
+    if not _LARK.search(value):
+        try:
+            lark = gbnf_to_lark(_for_converter(value))
+        except Exception as error:  # the converter raises bare ones
+            raise InvalidValue(f"{param}: this is no grammar: {one_line(error)}", param=param) from None
+    return AnswerForm(param, rule=_rule(lark), lark=lark)
+
+
+def _rule(lark: str) -> str:
+    return f"%lark {{\n{lark}\n}}"
+
+
+def _for_converter(gbnf: str) -> str:
+    """The grammar without what llguidance's converter fails at: a rule `start`, which is its own name for `root`, and
+    long escapes, of which it drops zeros."""
+    named = _START_IN_GBNF.sub(lambda found: "start-rule" if found[0] == "start" else found[0], gbnf)
+    return _ESCAPE.sub(_plain, named)
+
+
+def _plain(escape: re.Match[str]) -> str:
+    digits = escape[1] or escape[2]
+    if not digits or not _is_character(code := int(digits, 16)):
+        return escape[0]
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return chr(code)
+
+
+def _is_character(code: int) -> bool:
+    return code < 0xD800 or 0xE000 <= code <= 0x10FFFF

@@ -170,7 +170,7 @@ def constraint(
         form = AnswerForm("tool_choice")
     if form is None:
         return None
-    response_format.check_spelling(form, tokenizer, rows)
+    form = response_format.checked(form, tokenizer, rows, prove)
     tags = tokenizer.tags(rows)
     calls = None
     if offer.offered:
