@@ -48,7 +48,7 @@ def parse_bytes(value: object) -> object:
     return value
 
 
-class Serving(BaseModel):
+class ServerSettings(BaseModel):
     """Which model, where, and who may call."""
 
     model: str | None = Field(None, description="MLX model folder or hub id; absent: the starter model")
@@ -152,7 +152,7 @@ SIZES = (
 
 
 GROUPS: dict[str, type[BaseModel]] = {
-    "model and network": Serving,
+    "model and network": ServerSettings,
     "limits": Limits,
     "engine": EngineSettings,
     "journal": JournalSettings,
@@ -160,7 +160,7 @@ GROUPS: dict[str, type[BaseModel]] = {
 }
 
 
-class Settings(Serving, Limits, EngineSettings, JournalSettings, Logs):
+class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
     """All settings. Construct with `load`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -281,8 +281,8 @@ def _sentence(error: dict[str, Any], sources: Sources) -> str:
 
 def from_json(text: str) -> Settings:
     """The settings that another process of the server dumped with `model_dump_json`; no other source is read."""
-    return Settings.model_construct(**BaseModelView.model_validate_json(text).model_dump())
+    return Settings.model_construct(**PlainSettings.model_validate_json(text).model_dump())
 
 
-class BaseModelView(Serving, Limits, EngineSettings, JournalSettings, Logs):
+class PlainSettings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
     """The same fields without sources, for the engine's copy."""

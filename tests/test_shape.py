@@ -20,15 +20,23 @@ def test_a_figure_beyond_its_bound_is_missed():
 
 def test_what_the_figures_count_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(shape, "ROOT", tmp_path)
-    code = "class Lifted:\n    def one(self):\n        a, b = 1, 2\n        return a if b else Other()._hidden\n"
+    code = (
+        "class BodyWritten:\n    def one(self):\n        a, b = 1, 2\n"
+        "        setattr(a, '_hidden', 1)\n        return a if b else (b if a else Other()._hidden)\n"
+    )
     (tmp_path / "server").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "server" / "a.py").write_text(code)
+    (tmp_path / "server" / "a.cpp").write_text("")
+    (tmp_path / "server" / "py.typed").write_text("")
     (tmp_path / "server" / "b.py").write_text(code + "    x = 1\n" * 60)
     (tmp_path / "tests" / "test_a.py").write_text(code)
+    (tmp_path / "server" / "__pycache__").mkdir()
     found = {figure.name: figure.value for figure in shape.figures()}
+    assert found["files at the top of server/"] == 3
     assert found["class names in two modules"] == 1
     assert found["participles as class names"] == 1
-    assert found["private members used in tests"] == 1
+    assert found["private members used in tests"] == 2
+    assert found["conditional expressions in others"] == 2
     assert found["conditional expressions in 1,000 lines"] > 10
     assert found["tuple = tuple assignments in 1,000 lines"] > 2

@@ -100,7 +100,7 @@ def write(name: str, folder: Path) -> None:
     unfinished.mkdir(parents=True)
     try:
         _write_weights(recipe, unfinished)
-        _write_tokenizer(unfinished, recipe.vocab)
+        write_tokenizer(unfinished, recipe.vocab)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -193,7 +193,7 @@ def words() -> list[str]:
     ]
 
 
-def _write_tokenizer(folder: Path, vocab: int) -> None:
+def write_tokenizer(folder: Path, vocab: int) -> None:
     """The test tokenizer, with made-up words up to `vocab`; text is never read as one of them."""
     for file in TOKENIZER.glob("tokenizer*"):
         shutil.copyfile(file, folder / file.name)

@@ -96,18 +96,18 @@ class ReplayProgress:
 def certify(order: Order, tell: Tell) -> Certificate:
     """Raises StartupError when the model can't be loaded."""
     if order.path:
-        return _certify(order, tell)
+        return certify_model(order, tell)
     with tempfile.TemporaryDirectory() as folder:
         path = demonstration.write(Path(folder))
         tokens = order.tokens or demonstration.TOKENS
         limit = order.buffer_limit or demonstration.LIMIT
-        return _certify(replace(order, path=str(path), tokens=tokens, buffer_limit=limit), tell)
+        return certify_model(replace(order, path=str(path), tokens=tokens, buffer_limit=limit), tell)
 
 
-def _certify(order: Order, tell: Tell) -> Certificate:
+def certify_model(order: Order, tell: Tell) -> Certificate:
     source = open_source(order)
     loaded = model.load(Path(order.path), trust_remote_code=order.trust_remote_code, probe=None, on_stage=tell)
-    plan = Plan(order.tokens or _affordable(loaded, order.rows), order.rows, min(loaded.probe.vocab_size, 5000))
+    plan = Plan(order.tokens or affordable_tokens(loaded, order.rows), order.rows, min(loaded.probe.vocab_size, 5000))
     progress = ReplayProgress(tell)
     progress.expect(*[plan.steps] * 3, agreement.STEPS if loaded.batches else 0)
     progress.at(0, f"three runs of {plan.steps:,} tokens")
@@ -144,11 +144,11 @@ def _certify(order: Order, tell: Tell) -> Certificate:
         agreement=agreed,
         guard_streams=len(guarded.texts),
         guard_changed=changed,
-        faults=_faults(arms["guarded"], agreed, changed / max(1, len(guarded.texts))),
+        faults=faults_of(arms["guarded"], agreed, changed / max(1, len(guarded.texts))),
     )
 
 
-def _affordable(loaded: LoadedModel, rows: int) -> int:
+def affordable_tokens(loaded: LoadedModel, rows: int) -> int:
     """Tokens of a run: as many as a few minutes have room for, as long as they are enough to tell a slope."""
     return max(FEWEST, min(TOKENS, int(RUN_SECONDS / (rows * model.step_seconds(loaded.model)))))
 
@@ -225,7 +225,7 @@ def _interval(fit: Fit) -> tuple[float, float]:
     return fit.slope - fit.half_width, fit.slope + fit.half_width
 
 
-def _faults(guarded: Arm, agreed: Agreement | None, changed: float) -> list[str]:
+def faults_of(guarded: Arm, agreed: Agreement | None, changed: float) -> list[str]:
     faults = []
     if guarded.failed:
         faults.append(f"Marathon's run failed: {guarded.failed}")

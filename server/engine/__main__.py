@@ -96,7 +96,7 @@ def run(channel: Channel, start: Start, settings: Settings) -> int:
     finally:
         heartbeat.stop()
     engine.close()
-    if engine.compiling.is_busy:
+    if engine.pending_grammars.is_busy:
         os._exit(0)  # Python would wait for the thread at exit, and it may never end
     return 0
 

@@ -27,13 +27,13 @@ from server.compute.stopwatch import Stopwatch
 from server.config.cache_folder import TRIALS, cache_folder
 from server.engine.channel import SERVING, Channel, Heartbeat
 from server.engine.checkpoints import Checkpoints
-from server.engine.compiling import COMPILE_SECONDS, Compiling
 from server.engine.constraints import Grammars
 from server.engine.executor import Executor
 from server.engine.groups import Groups
 from server.engine.joint_prefill import JointPrefill
 from server.engine.model import LoadedModel
 from server.engine.outbox import Outbox
+from server.engine.pending_grammars import COMPILE_SECONDS, PendingGrammars
 from server.engine.plan import Begin, Census, KeepRead, OperationFailure, Step, Tell
 from server.engine.prefill import ChunkBudget, Prefill
 from server.engine.prefix_cache import PrefixCache
@@ -129,8 +129,8 @@ class Loop:
         executor.marks = self._checkpoints
         grammars = grammars or Grammars(Future())
         grammars.rows = self._vocabulary
-        self.compiling = Compiling(grammars)
-        self._recovery = Recovery(self.rows, self.runner, self._groups, self._prefill, self.compiling)
+        self.pending_grammars = PendingGrammars(grammars)
+        self._recovery = Recovery(self.rows, self.runner, self._groups, self._prefill, self.pending_grammars)
         self.engine_state = EngineState(executor, self._groups, self._prefill, loaded, snapshot)
         self._pressure_response = PressureResponse(
             residency, self.runner, self.engine_state, self._outbox, settings.buffer_limit
@@ -152,7 +152,7 @@ class Loop:
 
     def close(self) -> None:
         """Free everything in an order that lets the process exit cleanly: without it MLX may abort at exit."""
-        self.compiling.close()
+        self.pending_grammars.close()
         self._checkpoints.close()
         self.rows.clear()
         self._prefill.readings.clear()
@@ -202,7 +202,7 @@ class Loop:
         stops = frozenset(sequence.stop_ids)
         row = Row(command.seq, sequence, tokens, stops=stops, arrived=perf_counter())
         self.rows[row.seq] = row
-        self.compiling.begin(row)
+        self.pending_grammars.begin(row)
         self._prefill.insert(row)
         self._checkpoints.begin(row)
 
@@ -227,7 +227,7 @@ class Loop:
         """Take a row off every list but that of its batch."""
         self.rows.pop(seq, None)
         self._checkpoints.forget(seq)
-        self.compiling.cancel(seq)
+        self.pending_grammars.cancel(seq)
         self._recovery.forget(seq)
         self._prefill.remove(seq)
 
@@ -248,7 +248,7 @@ class Loop:
             self._fail(row, "row", why)
 
     def _end_endless_grammar(self) -> None:
-        if found := self.compiling.endless():
+        if found := self.pending_grammars.endless():
             seconds, rows = found
             for row in rows:
                 self._fail(row, "row", f"its grammar isn't compiled within {COMPILE_SECONDS:g} s")
@@ -284,7 +284,7 @@ class Loop:
         if not self._prefill.readings:
             return []
         self._checkpoints.arrive()
-        for row, why in self.compiling.take():
+        for row, why in self.pending_grammars.take():
             self._fail(row, "row", why)
         self.engine_state.count()  # before, since the first chunk may take long
         decoding = self._groups.rows

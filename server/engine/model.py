@@ -173,7 +173,7 @@ def try_batching(model: nn.Module, doubts: list[Exception] | None = None) -> tup
     alone = [_next(model, prompt[-1:], caches)[0] for prompt, caches in zip(prompts, read, strict=True)]
     vocab = int(alone[0].shape[-1])
     try:
-        together = _together(model, [prompt[-1] for prompt in prompts], singles)
+        together = merged_step(model, [prompt[-1] for prompt in prompts], singles)
     except Exception as error:  # whatever a model file of somebody's raises
         _note(error, doubts)
         return vocab, one_line(error)
@@ -260,7 +260,7 @@ def _next(model: nn.Module, tokens: list[int], caches: list[Any]) -> mx.array:
     return logits
 
 
-def _together(model: nn.Module, tokens: list[int], singles: list[list[Any]]) -> mx.array:
+def merged_step(model: nn.Module, tokens: list[int], singles: list[list[Any]]) -> mx.array:
     caches = merged(singles)
     logits = _next(model, tokens, caches)
     for layer in caches:  # the ways out of a batch must exist as well

@@ -72,9 +72,13 @@ class PrefixCache:
             return None
         wanted = np.array(tokens[:-1], dtype=np.int64)
         key, usable = self._best(wanted)
-        self._count("miss" if key is None else "hit" if usable == len(wanted) else "partial")
         if key is None:
+            self._count("miss")
             return None
+        if usable == len(wanted):
+            self._count("hit")
+        else:
+            self._count("partial")
         self.entries.move_to_end(key)
         entry = self.entries[key]
         caches = copy.deepcopy(entry.caches)  # arrays are shared until written to; the objects are the row's own

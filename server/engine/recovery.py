@@ -9,8 +9,8 @@ import logging
 from collections.abc import Iterable
 
 from server.compute.rows import Row, StepOutput
-from server.engine.compiling import Compiling
 from server.engine.groups import Groups
+from server.engine.pending_grammars import PendingGrammars
 from server.engine.plan import Abandon, OperationFailure, Seqs
 from server.engine.prefill import Prefill
 from server.engine.runner import Runner
@@ -35,13 +35,13 @@ class Recovery:
     """Owned by the loop."""
 
     def __init__(
-        self, rows: dict[int, Row], runner: Runner, groups: Groups, prefill: Prefill, compiling: Compiling
+        self, rows: dict[int, Row], runner: Runner, groups: Groups, prefill: Prefill, pending_grammars: PendingGrammars
     ) -> None:
         self._rows = rows
         self._runner = runner
         self._groups = groups
         self._prefill = prefill
-        self._compiling = compiling
+        self._pending_grammars = pending_grammars
         self._rebuilt: set[int] = set()  # rows without a token since they were rebuilt
 
     def survive(self, failure: Exception) -> list[tuple[Row, str]]:
@@ -82,10 +82,10 @@ class Recovery:
 
     def _rebuild(self, row: Row) -> None:
         self._prefill.remove(row.seq)
-        self._compiling.cancel(row.seq)
+        self._pending_grammars.cancel(row.seq)
         self._rebuilt.add(row.seq)
         row.reset()
-        self._compiling.begin(row)
+        self._pending_grammars.begin(row)
         self._prefill.insert(row)
 
     def forget(self, seq: int) -> None:

@@ -111,7 +111,7 @@ def build(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / target.name
-            _compile(compiler, built)
+            compile_library(compiler, built)
             os.replace(built, target)  # whole or not at all, also with two engines at it
     except OSError as error:
         raise CountUnavailable(f"the counter can't be built in {folder}: {error.strerror}") from None
@@ -126,7 +126,7 @@ def find_compiler() -> str:
     raise CountUnavailable("no C++ compiler found (CXX, c++, g++, clang++)")
 
 
-def _compile(compiler: str, target: Path) -> None:
+def compile_library(compiler: str, target: Path) -> None:
     include = allocator.package() / "include"
     command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", f"-I{include}", str(SOURCE), "-o", str(target)]
     if platform.system() == "Darwin":

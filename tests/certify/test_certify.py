@@ -68,13 +68,13 @@ def test_the_demonstration_is_made_on_the_spot_and_goes_on_to_the_end(monkeypatc
         loaded = model.load(Path(order.path), trust_remote_code=False, probe=None, on_stage=tell)
         return order, loaded.config["model_type"], loaded.probe.batching
 
-    monkeypatch.setattr(__main__, "_certify", seen)
+    monkeypatch.setattr(__main__, "certify_model", seen)
     found: Any = __main__.certify(Order(path=""), lambda line: None)
     order, family, batching = found
     assert (family, batching) == ("smollm3", "batched")
     assert (order.tokens, order.buffer_limit) == (demonstration.TOKENS, demonstration.LIMIT)
     assert not Path(order.path).exists()
-    monkeypatch.setattr(__main__, "_certify", lambda order, tell: order)
+    monkeypatch.setattr(__main__, "certify_model", lambda order, tell: order)
     given: Any = __main__.certify(Order(path="", tokens=400, buffer_limit=9), lambda line: None)
     assert (given.tokens, given.buffer_limit) == (400, 9)
 
@@ -154,7 +154,7 @@ AGREED = Agreement(6, 0, 0, 0.0, 0.01)
     ],
 )
 def test_it_fails_for_each_broken_promise_and_for_nothing_else(arm, agreed, changed, word):
-    faults = __main__._faults(arm, agreed, changed)
+    faults = __main__.faults_of(arm, agreed, changed)
     assert [word in fault for fault in faults] == ([] if word is None else [True])
 
 
@@ -240,4 +240,4 @@ def test_an_order_survives_the_way_to_the_child(tmp_path):
 @pytest.mark.parametrize(("seconds", "tokens"), [(0.001, 1000), (0.08, 500), (2.0, 400)])
 def test_a_slow_model_gets_shorter_runs_unless_told_otherwise(monkeypatch, seconds, tokens):
     monkeypatch.setattr(__main__.model, "step_seconds", lambda model: seconds)
-    assert __main__._affordable(SimpleNamespace(model=None), rows=3) == tokens
+    assert __main__.affordable_tokens(SimpleNamespace(model=None), rows=3) == tokens

@@ -13,7 +13,7 @@ from driving import Rig, model, prompt, row
 from looping import EPOCH, Engine
 
 from server.compute import columns
-from server.engine import compiling, loop
+from server.engine import loop, pending_grammars
 from server.engine.constraints import Grammars
 from server.engine.loop import IDLE_SECONDS, WAIT_SECONDS, DeviceWedge
 from server.engine.model import row_cost
@@ -380,7 +380,7 @@ def test_while_a_grammar_is_compiled_others_run_and_nobody_spins(alone, monkeypa
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["its row waits", "its row has left"])
 def test_a_grammar_that_is_compiled_for_ever_ends_its_row_and_the_process(alone, tiny, monkeypatch, leaves):
-    monkeypatch.setattr(compiling, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(pending_grammars, "COMPILE_SECONDS", 0.2)
     engine, go_on, begun = Engine(folder=tiny("llama")), threading.Event(), threading.Event()
     monkeypatch.setattr(Grammars, "_build", lambda *_: begun.set() or go_on.wait(20))
     free = row(1, prompt(9), max_tokens=8)

@@ -97,7 +97,7 @@ def test_what_may_have_been_of_the_moment_is_not_kept(tmp_path, tiny, monkeypatc
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(model, "_together", fail)
+    monkeypatch.setattr(model, "merged_step", fail)
     here = opened(tmp_path)
     loaded = model.load(tiny("llama"), trust_remote_code=False, probe=None, on_stage=lambda stage: None, trials=here)
     assert loaded.probe.batching == str(error)

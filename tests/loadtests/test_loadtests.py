@@ -409,7 +409,7 @@ def test_prompts_have_exactly_the_tokens_asked_for() -> None:
 
 
 def test_every_token_of_a_wide_vocabulary_has_text(tmp_path: Path) -> None:
-    models._write_tokenizer(tmp_path, 2500)
+    models.write_tokenizer(tmp_path, 2500)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 2500
     dull = set(models.unseen())
@@ -423,7 +423,7 @@ def test_a_model_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     def breaks(folder: Path, vocab: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(models, "_write_tokenizer", breaks)
+    monkeypatch.setattr(models, "write_tokenizer", breaks)
     with pytest.raises(OSError, match="disk full"):
         models.write("cheap", tmp_path / "cheap")
     assert list(tmp_path.iterdir()) == []

@@ -92,7 +92,7 @@ def test_after_removal_nothing_is_counted(folder):
 
 def test_it_is_built_once(folder, monkeypatch):
     path = build(folder)
-    monkeypatch.setattr(native_count, "_compile", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(native_count, "compile_library", lambda *_: pytest.fail("built again"))
     assert build(folder) == path
 
 
@@ -107,7 +107,7 @@ def test_another_source_or_mlx_is_another_build(folder, tmp_path, monkeypatch, c
         monkeypatch.setattr(native_count, "version", lambda name: "0.99")
     made = []
     monkeypatch.setattr(
-        native_count, "_compile", lambda compiler, target: made.append(target) or target.write_bytes(b"")
+        native_count, "compile_library", lambda compiler, target: made.append(target) or target.write_bytes(b"")
     )
     assert build(tmp_path) != before
     assert len(made) == 1
@@ -118,7 +118,7 @@ def test_a_build_that_breaks_off_leaves_nothing(folder, tmp_path, monkeypatch):
         target.write_bytes(b"half")
         raise CountUnavailable("killed")
 
-    monkeypatch.setattr(native_count, "_compile", breaks)
+    monkeypatch.setattr(native_count, "compile_library", breaks)
     with pytest.raises(CountUnavailable, match="killed"):
         build(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -162,7 +162,7 @@ def test_a_folder_that_can_not_be_written_is_a_reason(tmp_path):
 
 def test_a_library_that_can_not_be_loaded_is_a_reason(tmp_path, monkeypatch):
     compiler_or_skip()
-    monkeypatch.setattr(native_count, "_compile", lambda compiler, target: target.write_bytes(b"no library"))
+    monkeypatch.setattr(native_count, "compile_library", lambda compiler, target: target.write_bytes(b"no library"))
     with pytest.raises(CountUnavailable, match="can't be loaded"):
         open_count(tmp_path, None)
 

@@ -20,8 +20,8 @@ from server.api.output.responses import ResponsesForm
 from server.api.output.sse import encode
 from server.api.stored.event_log import split
 from server.api.stored.run import AnswerRun
-from server.api.stored.telling import Telling
 from server.api.stored.transcript import Transcript, replay, retell
+from server.api.stored.transcript_pair import TranscriptPair
 from server.errors import AnotherModel, AnswerNotFound, Draining, InternalError, NotReady, RequestError
 from server.journal.journal import Journal
 from server.journal.record import Kind, NewTokens, Record
@@ -76,10 +76,10 @@ class StoredAnswers:
             live.close()
             raise
         self.has_kept_chats = self.has_kept_chats or record.kind == "chat"
-        telling = Telling(prepared, record.sequences, self._served.tokenizer, streams=record.stream)
-        run = self._runs[record.id] = AnswerRun(record, self.journal, telling)
-        run.log.add(telling.begin())
-        self._start(run, run.make(telling, live, range(len(record.sequences))))
+        transcripts = TranscriptPair(prepared, record.sequences, self._served.tokenizer, streams=record.stream)
+        run = self._runs[record.id] = AnswerRun(record, self.journal, transcripts)
+        run.log.add(transcripts.begin())
+        self._start(run, run.make(transcripts, live, range(len(record.sequences))))
         return run
 
     def _start(self, run: AnswerRun, work: Awaitable[object]) -> None:
@@ -229,19 +229,19 @@ class StoredAnswers:
         if run.ended.is_set():
             return run.ended.wait()
         prepared = await self._prepared(record)
-        telling = Telling(prepared, record.sequences, self._served.tokenizer, streams=record.stream)
-        telling.know_cached(record.cached)
+        transcripts = TranscriptPair(prepared, record.sequences, self._served.tokenizer, streams=record.stream)
+        transcripts.know_cached(record.cached)
         stored = await self.journal.ids(record.id)
-        run.log.add(telling.begin())
-        async for data in telling.retell(stored, record.finishes):
+        run.log.add(transcripts.begin())
+        async for data in transcripts.retell(stored, record.finishes):
             run.log.add(data)
-        run.telling = telling
-        indices = telling.unfinished
+        run.transcripts = transcripts
+        indices = transcripts.unfinished
         if not indices:
             return run.decide()
         live = await self._opened(record, indices, [choice.tokens for choice in stored])
-        log.info("%s goes on after %d tokens", record.id, telling.usage["completion_tokens"])
-        return run.make(telling, live, indices)
+        log.info("%s goes on after %d tokens", record.id, transcripts.usage["completion_tokens"])
+        return run.make(transcripts, live, indices)
 
     async def _opened(self, record: Record, indices: list[int], generated: list[list[int]]) -> GenerationHandle:
         """The generation of the choices `indices`, which go on after the ids that they have."""

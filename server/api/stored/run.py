@@ -16,7 +16,7 @@ from typing import Any
 from server.api.output.responses import error_of
 from server.api.output.sse import KEEPALIVE, PREFILL, encode
 from server.api.stored.event_log import EventLog
-from server.api.stored.telling import Telling
+from server.api.stored.transcript_pair import TranscriptPair
 from server.errors import Cancellation, Draining, InternalError, RequestError
 from server.journal.journal import Journal
 from server.journal.record import Record, Status
@@ -35,17 +35,17 @@ class AnswerRun:
     Attributes:
         record: as the journal had it at first.
         log: the events so far; empty until the run has begun.
-        telling: None for an answer of an earlier server, as long as it isn't taken up.
+        transcripts: None for an answer of an earlier server, as long as it isn't taken up.
         status: as the API tells it.
         answer: the final object.
         error: why it failed.
         ended: set once it is known how it ended and the journal knows, too, or once the server's end interrupts it.
     """
 
-    def __init__(self, record: Record, journal: Journal, telling: Telling | None = None) -> None:
+    def __init__(self, record: Record, journal: Journal, transcripts: TranscriptPair | None = None) -> None:
         self.record = record
         self.log = EventLog()
-        self.telling = telling
+        self.transcripts = transcripts
         self.status: Status = record.status
         self.answer: bytes | None = None
         self.error: RequestError | None = None
@@ -81,16 +81,16 @@ class AnswerRun:
 
     def snapshot(self) -> dict[str, Any] | None:
         """The response as it is now; None until the run has begun."""
-        if self.telling is None:
+        if self.transcripts is None:
             return None
-        return self.telling.snapshot(self.status)
+        return self.transcripts.snapshot(self.status)
 
     @property
     def facts(self) -> dict[str, Any]:
         """For the access log."""
-        if self.telling is None:
+        if self.transcripts is None:
             return {}
-        usage = self.telling.usage
+        usage = self.transcripts.usage
         return {
             "prompt_tokens": usage["prompt_tokens"],
             "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
@@ -103,25 +103,25 @@ class AnswerRun:
         comment = KEEPALIVE
         if self._live is not None and (progress := self._live.prefill_progress):
             comment = PREFILL % (progress.done, progress.total)
-        if self.telling is None or number < 0:
+        if self.transcripts is None or number < 0:
             return comment
-        return self.telling.sign_of_life(comment, number)
+        return self.transcripts.sign_of_life(comment, number)
 
     # ---------------------------------------------------------------- its life
-    async def make(self, telling: Telling, live: GenerationHandle, indices: Sequence[int]) -> None:
+    async def make(self, transcripts: TranscriptPair, live: GenerationHandle, indices: Sequence[int]) -> None:
         """Reads `live`, whose sequences are the answer's choices `indices`, to its end, and decides how it ended."""
         if self._is_decided:
             live.close()
             return
-        self.telling = telling
+        self.transcripts = transcripts
         self._live = live
-        telling.follow(live, indices)
+        transcripts.follow(live, indices)
         if not self._is_wanted:
             self.cancel()
         try:
             async with live:
-                await self._follow(telling, live, indices)
-                live.outcome = telling.outcome
+                await self._follow(transcripts, live, indices)
+                live.outcome = transcripts.outcome
             await self.decide()
         except Draining as error:
             if self.record.background:
@@ -136,14 +136,14 @@ class AnswerRun:
             log.exception("%s failed", self.record.id)
             await self.fail(InternalError("The server made a mistake; its log knows more."))
 
-    async def _follow(self, telling: Telling, live: GenerationHandle, indices: Sequence[int]) -> None:
-        while not telling.is_told:
+    async def _follow(self, transcripts: TranscriptPair, live: GenerationHandle, indices: Sequence[int]) -> None:
+        while not transcripts.is_complete:
             for place, delta in await live.read(self._patience()):
-                self.log.add(telling.feed(indices[place], delta))
-                if telling.has_stopped(indices[place]):
+                self.log.add(transcripts.feed(indices[place], delta))
+                if transcripts.has_stopped(indices[place]):
                     live.cancel(place)
             if self.status == "queued" and any(generation.submitted for generation in live.generations):
-                await self._begin(telling)
+                await self._begin(transcripts)
 
     def _patience(self) -> float:
         """Seconds until it is looked at again: often while it isn't known whether an engine has begun."""
@@ -152,25 +152,25 @@ class AnswerRun:
         self._look = min(self._look * 2, LOOK_SECONDS[1])
         return self._look
 
-    async def _begin(self, telling: Telling) -> None:
+    async def _begin(self, transcripts: TranscriptPair) -> None:
         self.status = "in_progress"
-        self.log.add(telling.start())
+        self.log.add(transcripts.start())
         await self._journal.begin(self.record.id)
 
     # ---------------------------------------------------------------- its end
     async def decide(self) -> None:
         """It has come to its end."""
-        assert self.telling is not None
+        assert self.transcripts is not None
         ended = time.time()
-        data = self.telling.complete(ended)
-        await self._end(self.telling.status, data, ended)
+        data = self.transcripts.complete(ended)
+        await self._end(self.transcripts.status, data, ended)
 
     async def abandon(self) -> None:
         """It isn't wanted any more."""
         ended = time.time()
         data = b""
-        if self.telling is not None:
-            data = self.telling.cancel(ended)
+        if self.transcripts is not None:
+            data = self.transcripts.cancel(ended)
         await self._end("cancelled", data, ended)
 
     async def fail(self, error: RequestError) -> None:
@@ -178,8 +178,8 @@ class AnswerRun:
         self.error = error
         ended = time.time()
         data = b""
-        if self.telling is not None:
-            data = self.telling.fail(error, ended)
+        if self.transcripts is not None:
+            data = self.transcripts.fail(error, ended)
         await self._end("failed", data, ended)
 
     async def _end(self, status: Status, data: bytes, ended: float) -> None:
@@ -188,9 +188,9 @@ class AnswerRun:
             return
         self._is_decided = True
         facts: dict[str, Any] = {"ended": ended}
-        if self.telling is not None:
-            self.answer = self.telling.answer
-            facts |= {"answer": self.answer, "finishes": self.telling.finishes, "cached": self.telling.cached}
+        if self.transcripts is not None:
+            self.answer = self.transcripts.answer
+            facts |= {"answer": self.answer, "finishes": self.transcripts.finishes, "cached": self.transcripts.cached}
         if self.error is not None:
             facts["error"] = encode(error_of(self.error))
         await self._journal.finish(self.record.id, status, **facts)

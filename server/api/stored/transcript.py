@@ -1,7 +1,7 @@
-"""An answer told from its tokens: the same events whoever reads them, and whenever.
+"""An answer made from its tokens: the same events for every reader, at any time.
 
-Owns the way from a request, tokens and an end to events and to the final object. What is told depends on nothing else:
-tokens are read one by one, however many come together, and the end is told apart from the last token. Runs on the event
+Owns the way from a request, tokens and an end to events and to the final object. The events depend on nothing else:
+tokens are read one by one, however many come together, and the end is apart from the last token. Runs on the event
 loop. A run feeds it while the answer forms; a replay feeds it what the journal kept.
 """
 
@@ -23,7 +23,7 @@ from server.journal.record import Record, Status, StoredTokens
 from server.supervision.generation import GenerationDelta
 from server.text.detokenizer import Piece
 
-SLICE = 64  # tokens that are told before others have their turn
+SLICE = 64  # tokens that are read before other tasks have their turn
 STOPPED = "stopped"  # by a stop string
 
 
@@ -32,7 +32,7 @@ class StoredFormat(ProtocolFormat, Protocol):
 
     Attributes:
         ended: when the answer ended, in unix time.
-        final: the object that the last event told.
+        final: the object that the last event had.
     """
 
     ended: float | None
@@ -45,7 +45,7 @@ class StoredFormat(ProtocolFormat, Protocol):
         """Events of the end of an answer that failed with this error."""
 
     def cancelled(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
-        """Events of the end of an answer that is wanted no more."""
+        """Events of the end of an answer that was cancelled."""
 
     def sign_of_life(self, comment: bytes, number: int) -> bytes:
         """For a reader whose last event had this number."""
@@ -55,8 +55,8 @@ class Transcript:
     """One answer; mutable, owned by its run or its replay. Every method that adds to it returns new events as bytes."""
 
     def __init__(self, prepared: PreparedRequest, sequences: Sequence[TokenSequence], *, streams: bool) -> None:
-        """`sequences`: those that the answer began with; prepared again, others would have other seeds. `streams`: what
-        is told are events; else it's put together for the plain answer."""
+        """`sequences`: those that the answer began with; prepared again, others would have other seeds. `streams`: its
+        pieces become events; else they are put together for the plain answer."""
         self.form = cast(StoredFormat, prepared.form)
         self.cached: list[int | None] = [None] * len(sequences)
         self.choices = [
@@ -68,7 +68,7 @@ class Transcript:
         self._has_started = False
 
     @property
-    def is_told(self) -> bool:
+    def is_complete(self) -> bool:
         """Every choice has come to its end."""
         return all(choice.finish is not None for choice in self.choices)
 
@@ -99,7 +99,7 @@ class Transcript:
         return self.form.first(self.choices)
 
     def start(self) -> bytes:
-        """An engine has begun with it. Only the first call tells."""
+        """An engine has begun with it. Only the first call makes events."""
         if self._has_started:
             return b""
         self._has_started = True
@@ -117,7 +117,7 @@ class Transcript:
         return b"".join(data)
 
     def _note(self, choice: Choice, delta: GenerationDelta) -> bytes:
-        """What a first delta says besides. After a restart another engine says it again, and the first word counts."""
+        """Note what only a first delta has. After a restart another engine says it again; the first value stays."""
         if self.cached[choice.index] is None and delta.cached is not None:
             self.cached[choice.index] = choice.cached = delta.cached
         if delta.prompt_logprobs is not None:
@@ -125,9 +125,9 @@ class Transcript:
         return self.start()
 
     def _take(self, choice: Choice, delta: GenerationDelta) -> bytes:
-        return self._tell(choice, choice.take(delta))
+        return self._add(choice, choice.take(delta))
 
-    def _tell(self, choice: Choice, pieces: list[Piece]) -> bytes:
+    def _add(self, choice: Choice, pieces: list[Piece]) -> bytes:
         if self._streams:
             return self.form.chunks(choice, pieces)
         self.form.keep(choice, pieces)
@@ -143,7 +143,7 @@ class Transcript:
         return data
 
     def cancel(self, ended: float) -> bytes:
-        """The last events of an answer that is wanted no more."""
+        """The last events of an answer that was cancelled."""
         self.form.ended = ended
         return self.start() + self.form.cancelled(self.choices, self.usage)
 
@@ -154,17 +154,17 @@ class Transcript:
 
     def fail_as(self, error: bytes | None) -> bytes:
         """The same for an error as the journal has it."""
-        told = msgspec.json.decode(error or b"{}")
-        return self.start() + self.form.broken(told, self.choices, self.usage)
+        decoded = msgspec.json.decode(error or b"{}")
+        return self.start() + self.form.broken(decoded, self.choices, self.usage)
 
     def whole(self) -> dict[str, Any]:
-        """The plain answer of what has been told so far. It takes what it tells: only once, and only of an answer that
-        isn't streamed."""
+        """Put the plain answer together. That uses the pieces up: only once, and only for an answer that isn't
+        streamed."""
         return self.form.whole(self.choices, self.usage)
 
     @property
     def answer(self) -> bytes | None:
-        """The final object, once the end was told and says one."""
+        """The final object, once the answer has ended with one."""
         if not self.form.final:
             return None
         return encode(self.form.final)
@@ -174,8 +174,8 @@ class Transcript:
 async def retell(
     transcript: Transcript, stored: Sequence[StoredTokens], finishes: Sequence[str | None], most: int | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """Events of what is stored, in slices between which others have their turn. `most`: of the tokens of an answer of
-    one choice that were told."""
+    """Make the events of the stored tokens, in slices between which other tasks have their turn. `most`: no more tokens
+    than these, of an answer of one choice."""
     for index, choice in enumerate(stored):
         for place in range(0, len(choice.tokens[:most]), SLICE):
             end = place + SLICE
@@ -195,7 +195,7 @@ async def replay(transcript: Transcript, record: Record, stored: Sequence[Stored
     finishes = record.finishes
     most = None
     if interrupted and record.answer is not None:
-        most = _told(record.answer)
+        most = _counted_tokens(record.answer)
     if interrupted:
         finishes = [None] * len(stored)
     async for data in retell(transcript, stored, finishes, most):
@@ -209,7 +209,7 @@ async def replay(transcript: Transcript, record: Record, stored: Sequence[Stored
         yield transcript.start() + form.interrupted() + form.ending(record.answer, record.status)
 
 
-def _told(answer: bytes) -> int | None:
-    """How many tokens the events told before an answer was interrupted; later ones may have been saved."""
+def _counted_tokens(answer: bytes) -> int | None:
+    """How many tokens had become events when an answer was interrupted; later ones may have been saved."""
     usage = msgspec.json.decode(answer)["usage"]
     return usage and int(usage["output_tokens"])

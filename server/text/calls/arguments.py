@@ -63,7 +63,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ModelCall:
     """A call as the model wrote it. `arguments` are JSON text where its format has JSON."""
 
     name: str

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from server.text.calls import json_calls, marked_calls, spelled_calls
-from server.text.calls.arguments import Parameters, Value, Written
+from server.text.calls.arguments import ModelCall, Parameters, Value
 from server.text.calls.markup import MARKUPS
 from server.text.calls.spelled_calls import NOTATIONS
 from server.text.tokenizer import ToolFormat
@@ -26,7 +26,7 @@ _CALL_END = re.compile(r"\A\s*<\|tool_call_end\|>")  # Kimi's
 _LAYOUT = re.compile(r"[\s,\[\]{}()]|</?(?:tool_call|function|parameter|invoke)>|<\|tool_call_(?:begin|end)\|>")
 
 
-Parts = list[Written | str]
+Parts = list[ModelCall | str]
 
 
 def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> Parts:
@@ -39,15 +39,15 @@ def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, who
     if whole:
         guesses = [_by_name(form, text, tools), _by_mlx_lm(form, text, tools)]
     for parts in (found, json_calls.read(text), *guesses):
-        if any(isinstance(part, Written) for part in parts):
-            return [part for part in parts if isinstance(part, Written) or _says(form, part)]
+        if any(isinstance(part, ModelCall) for part in parts):
+            return [part for part in parts if isinstance(part, ModelCall) or _says(form, part)]
     return []
 
 
 def read_untagged(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> Parts:
     """As `read`, for calls without a tag around them: a text may also speak of calls, so each must name a tool."""
     parts = read(form, text, tools, whole=whole)
-    if all(_names_tool(part, tools) for part in parts if isinstance(part, Written)):
+    if all(_names_tool(part, tools) for part in parts if isinstance(part, ModelCall)):
         return parts
     return []
 
@@ -58,7 +58,7 @@ def read_rest(form: ToolFormat, text: str) -> Parts:
         rest = json_calls.behind_arguments(text)
     else:
         rest = _CALL_END.sub("", text)
-    return [part for part in json_calls.read(rest) if isinstance(part, Written) or _says(form, part)]
+    return [part for part in json_calls.read(rest) if isinstance(part, ModelCall) or _says(form, part)]
 
 
 def ends_in_value(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> bool:
@@ -77,7 +77,7 @@ def _read_several(form: ToolFormat, text: str, tools: list[dict[str, Any]] | Non
         between, opening, behind = behind.partition(form.start)
         if between.strip():
             parts += [between]
-    if any(isinstance(part, Written) for part in parts):
+    if any(isinstance(part, ModelCall) for part in parts):
         return parts
     return []
 
@@ -95,7 +95,7 @@ def _by_format(name: str, text: str, tools: list[dict[str, Any]] | None, *, whol
 
 def _by_name(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
     """A call without arguments, of a format in which that is nothing but a name."""
-    call = Written(text.strip(), {})
+    call = ModelCall(text.strip(), {})
     if form.name in _NAMES_FIRST and _names_tool(call, tools):
         return [call]
     return []
@@ -113,21 +113,21 @@ def _by_mlx_lm(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) 
     return [*(call for call in calls if not reads_here or _is_known(call, tools))]
 
 
-def _checked(call: dict[str, Any]) -> Written:
+def _checked(call: dict[str, Any]) -> ModelCall:
     """A parser's call. What it has as an object is still read by the schema: only JSON has types of its own."""
     arguments = call.get("arguments")
     if isinstance(arguments, dict) and isinstance(call["name"], str):
-        return Written(call["name"], {str(key): Value.typed(one) for key, one in arguments.items()}, call.get("id"))
+        return ModelCall(call["name"], {str(key): Value.typed(one) for key, one in arguments.items()}, call.get("id"))
     return json_calls.written(call)
 
 
-def _is_known(call: Written, tools: list[dict[str, Any]] | None) -> bool:
+def _is_known(call: ModelCall, tools: list[dict[str, Any]] | None) -> bool:
     """Whether there is such a tool, and what was said of its arguments isn't just any text."""
     guessed = "raw" in call.arguments and not Parameters.named(call.name, tools).declare("raw")
     return _names_tool(call, tools) and not guessed
 
 
-def _names_tool(call: Written, tools: list[dict[str, Any]] | None) -> bool:
+def _names_tool(call: ModelCall, tools: list[dict[str, Any]] | None) -> bool:
     return any((tool.get("function") or {}).get("name") == call.name for tool in tools or [])
 
 

@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any
 
-from server.text.calls.arguments import Written, dumped
+from server.text.calls.arguments import ModelCall, dumped
 
 _OBJECT = re.compile(r'\{\s*"')
 # Members of a call behind its arguments, as Mistral's have an id there.
@@ -22,10 +22,10 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _decoder = json.JSONDecoder(strict=False)
 
 
-def read(text: str) -> list[Written | str]:
+def read(text: str) -> list[ModelCall | str]:
     """Calls, and the texts that belong to none, in order. Nothing is looked for behind an object that doesn't end: what
     is in it may look like a call, and is none."""
-    parts: list[Written | str] = []
+    parts: list[ModelCall | str] = []
     at = done = 0
     while match := _OBJECT.search(text, at):
         try:
@@ -52,7 +52,7 @@ def ends_in_string(text: str) -> bool:
     return text.lstrip()[:1] in ("{", "[") and '"' in _STRING.sub("", text)
 
 
-def written(call: Any) -> Written:
+def written(call: Any) -> ModelCall:
     """Raises ValueError for what is no call."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call | call["function"]
@@ -61,8 +61,8 @@ def written(call: Any) -> Written:
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):
         json.loads(arguments or "{}")  # text in a string must be JSON itself
-        return Written(name, arguments or "{}", call.get("id"))
-    return Written(name, dumped(arguments or {}), call.get("id"))
+        return ModelCall(name, arguments or "{}", call.get("id"))
+    return ModelCall(name, dumped(arguments or {}), call.get("id"))
 
 
 def _stray(text: str) -> str:

@@ -15,7 +15,7 @@ from functools import cache
 from html import unescape
 from typing import Any
 
-from server.text.calls.arguments import Parameters, Value, Written
+from server.text.calls.arguments import ModelCall, Parameters, Value
 from server.text.calls.literals import container
 from server.text.calls.markup import Markup
 
@@ -41,7 +41,7 @@ class MarkedCalls:
         self._whole = whole
         self._borders, self._structure, self._behind = _searches(markup)
         self.open = False
-        self.parts: list[Written | str] = []
+        self.parts: list[ModelCall | str] = []
         at = 0
         while match := markup.call.search(self._text, at):
             self.parts.append(self._text[at : match.start()])
@@ -74,7 +74,7 @@ class MarkedCalls:
         body = {}
         if not values:
             body = self._body(loose)
-        self.parts += [Written(name, values or body), "" if body else self._stray(loose)]
+        self.parts += [ModelCall(name, values or body), "" if body else self._stray(loose)]
         return at
 
     def _stray(self, loose: str) -> str:

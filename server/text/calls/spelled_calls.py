@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from server.text.calls.arguments import Value, Written
+from server.text.calls.arguments import ModelCall, Value
 from server.text.calls.literals import Cut, Reader, Unreadable
 
 _SPACES = " \t\r\n,"
@@ -58,7 +58,7 @@ class SpelledCalls:
         self._notation = notation
         self._text = text
         self.open = False
-        self.parts: list[Written | str] = []
+        self.parts: list[ModelCall | str] = []
         at = done = 0
         while match := notation.call.search(text, at):
             at = match.end()
@@ -66,7 +66,7 @@ class SpelledCalls:
             if (values := self._values(reader)) is not None:
                 self.parts += [
                     text[done : match.start()].strip(_SPACES + notation.between),
-                    Written(match["name"], values),
+                    ModelCall(match["name"], values),
                 ]
                 at = done = reader.at
         self.parts.append(text[done:].strip(_SPACES + notation.between))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.text.calls import call_formats, json_calls
-from server.text.calls.arguments import Parameters, Written
+from server.text.calls.arguments import ModelCall, Parameters
 from server.text.calls.call_ids import CallIds
 from server.text.tokenizer import ToolFormat
 
@@ -155,7 +155,7 @@ class Block:
         self.calls += 1
         return CallBegin(self._first + self.calls - 1, self._ids.take(name, given), name)
 
-    def _told(self, parts: list[Written | str]) -> list[CallPiece | str]:
+    def _told(self, parts: list[ModelCall | str]) -> list[CallPiece | str]:
         pieces: list[CallPiece | str] = []
         for part in parts:
             if isinstance(part, str):
@@ -165,7 +165,7 @@ class Block:
                 pieces += [begin, CallArguments(begin.index, self._arguments(part))]
         return pieces
 
-    def _arguments(self, call: Written) -> str:
+    def _arguments(self, call: ModelCall) -> str:
         if isinstance(call.arguments, str):
             return call.arguments
         return Parameters.named(call.name, self._tools).convert(call.arguments)

@@ -71,8 +71,13 @@ def _knows_every_byte(backend: Any, by_bytes: bool) -> bool:
 
     if not isinstance(backend.model, models.BPE):
         return False
-    bytes_ = pre_tokenizers.ByteLevel.alphabet() if by_bytes else _BYTES if backend.model.byte_fallback else None
-    return bytes_ is not None and all(backend.model.token_to_id(byte) is not None for byte in bytes_)
+    if by_bytes:
+        spellings = pre_tokenizers.ByteLevel.alphabet()
+    elif backend.model.byte_fallback:
+        spellings = _BYTES
+    else:
+        return False
+    return all(backend.model.token_to_id(spelling) is not None for spelling in spellings)
 
 
 def _shrinks(normalizers: Iterable[dict[str, Any]]) -> int:

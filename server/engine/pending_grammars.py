@@ -1,4 +1,4 @@
-"""Grammars of rows that are on their way.
+"""Grammars that are still being compiled.
 
 Owns which rows wait for their grammar. A side thread compiles; this is the engine process's main thread, which looks
 whether something is done and never waits for it.
@@ -14,8 +14,8 @@ from server.engine.constraints import Grammars, Matcher
 COMPILE_SECONDS = 20.0
 
 
-class Compiling:
-    """Owned by the loop."""
+class PendingGrammars:
+    """The rows that wait for their grammar. Owned by the loop."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
