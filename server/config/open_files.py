@@ -29,7 +29,7 @@ def kept() -> Iterator[None]:
     """Imports of mlx-lm leave the limit alone.
 
     It sets 2,048 of at most 4,096 when it is imported, which takes from a service what it was given for good, and fails
-    for a user who is allowed fewer (https://github.com/ml-explore/mlx-lm/blob/main/mlx_lm/utils.py). This may go once
+    for a user who is allowed fewer (https://github.com/ml-explore/mlx-lm/issues/1589). This may go once
     mlx-lm only raises the limit.
     """
     before = resource.setrlimit

@@ -90,7 +90,7 @@ def device_closed() -> Iterator[None]:
     """Importing mlx-lm meanwhile doesn't make MLX open the device.
 
     mlx-lm compiles its samplers over the random state while it is imported, which makes that state: eight bytes, for
-    which MLX opens the device (https://github.com/ml-explore/mlx-lm/blob/main/mlx_lm/sample_utils.py). Here they are
+    which MLX opens the device (mlx_lm/sample_utils.py; docs/overrides.md has what is known of it). Here they are
     compiled when they are called, which Marathon never does. This may go once importing mlx-lm allocates nothing.
     """
     import mlx.core as mx

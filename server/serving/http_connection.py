@@ -11,7 +11,8 @@ What uvicorn 0.54's httptools protocol does otherwise, and what is done here ins
 - Bytes that are no HTTP are answered 400 in the middle of an earlier request's answer. Here that answer is finished.
 - A refusal of a body that was announced with `Expect: 100-continue` leaves the connection open, and the client's next
   request would be read as that body.
-- A client that stops in the middle of a head or a body keeps its connection for ever. Here it is told 408.
+- A client that stops in the middle of a head or a body keeps its connection for ever (https://github.com/Kludex/uvicorn/issues/157).
+  Here it is answered 408.
 - Heads of any size are collected; trailers become headers; a target in absolute form leaves the Host header in force; a
   request for another protocol loses its body; HTTP/1.0 clients get chunks.
 """
@@ -97,8 +98,9 @@ class WithoutChunks(Exchange):
 
 
 def without_upgrade(data: bytes) -> bytes:
-    """A request that would rather speak another protocol, as one that wouldn't: Java's client asks for HTTP/2 with each
-    request in the clear, and uvicorn 0.54 drops the body of whatever asks. This may go once it doesn't."""
+    """Take the wish for another protocol out of a request: Java's client asks for HTTP/2 with each
+    request in the clear, and uvicorn 0.54 drops the body of a request that asks
+    (https://github.com/Kludex/uvicorn/issues/2722). This may go once it doesn't."""
     if not _HEAD.match(data):
         return data
     head, end, body = data.partition(b"\r\n\r\n")
