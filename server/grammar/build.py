@@ -18,7 +18,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from server.errors import InvalidValue, UnsupportedParameter
-from server.grammar import checker, endless
+from server.grammar import bounds, checker, endless
 from server.grammar.checker import Prove
 from server.grammar.llguidance_limits import hazard
 from server.ipc.sequence import Grammar
@@ -141,12 +141,12 @@ def symbols(tag: Tag) -> str:
     return " ".join(f"<[{part}]>" if isinstance(part, int) else quoted(part) for part in tag)
 
 
-def json_rule(schema: Any) -> str:
-    """A schema inside a grammar. A schema's own `x-guidance` can't loosen our options."""
-    inner = schema
+def json_rule(schema: Any, options: dict[str, Any] | None = None) -> str:
+    """A schema inside a grammar. A schema's own `x-guidance` can't loosen our options, which `options` replaces."""
+    inner = bounds.understood(schema)
     if schema is True:
         inner = {}
-    return "%json " + json.dumps({**inner, "x-guidance": OPTIONS}, ensure_ascii=False)
+    return "%json " + json.dumps({**inner, "x-guidance": options or OPTIONS}, ensure_ascii=False)
 
 
 def _calls(calls: Calls, prove: Prove) -> Iterator[str]:

@@ -76,7 +76,7 @@ def _schemas(part: dict[str, Any], key: str) -> list[Any]:
 def _target(root: Any, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The schema that `$ref` names, if it is one of this document."""
     ref = part.get("$ref")
-    if not isinstance(ref, str) or not ref.startswith("#"):
+    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         return
     for step in _steps(ref):
         if isinstance(root, list) and step.isdecimal() and int(step) < len(root):

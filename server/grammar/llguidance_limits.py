@@ -17,6 +17,7 @@ from typing import Any
 MOST_MULTIPLE = 100_003
 # A constant that is no 64-bit integer, or the lowest one, overflows the stack, and with it ends the process.
 LOWEST = -9e18
+HIGHEST = 2**63
 _JSON = re.compile(r"%json\s*")
 _JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if"})  # what can make two numbers bind one value
 
@@ -27,7 +28,7 @@ def hazard(lark: str) -> str:
     for place in _JSON.finditer(lark):
         try:
             schema, _ = decoder.raw_decode(lark, place.end())
-            found = _lowest(schema) or _multiples(schema)
+            found = _lowest(schema) or _inexact(schema) or _multiples(schema)
         except RecursionError:
             return "it is nested too deeply"
         except ValueError:
@@ -54,6 +55,25 @@ def _lowest(schema: Any) -> str:
         if key in ("const", "enum") and any(number < LOWEST for number in _numbers(value)):
             return f"{key} has a number below {LOWEST:g}"
     return ""
+
+
+def _inexact(schema: Any) -> str:
+    for key, value in _members(schema):
+        if key in ("const", "enum"):
+            for number in _numbers(value):
+                if isinstance(number, int) and not _kept(number):
+                    return f"{key} has the integer {str(number)[:60]}, of which the last digits would be lost"
+    return ""
+
+
+def _kept(number: int) -> bool:
+    """Whether llguidance writes an integer of a constant as it is; it keeps a double, and 64 bits of integers."""
+    if abs(number) < HIGHEST:
+        return number == HIGHEST - 1 or int(float(number)) == number
+    try:
+        return int(Decimal(repr(float(number)))) == number
+    except OverflowError:
+        return False
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

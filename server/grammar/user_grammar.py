@@ -6,7 +6,6 @@ by id. Runs in the server's worker thread. What the reader of grammars doesn't u
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,10 +87,8 @@ def _schema(schema: Any, param: str, prove: Prove) -> str:
     except InvalidValue as error:
         error.param = param
         raise
-    inner = schema
-    if schema is True:
-        inner = {}
-    return "%json " + json.dumps({**inner, "x-guidance": _options(inner.get("x-guidance"))})
+    own = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return build.json_rule(schema, _options(own))
 
 
 def _options(asked: Any) -> dict[str, Any]:

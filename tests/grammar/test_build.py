@@ -241,7 +241,7 @@ def test_what_would_end_or_stall_the_process_is_refused(schema: dict[str, Any]) 
 @pytest.mark.parametrize(
     "schema",
     [
-        {"enum": [-(2**53), 0, 2**63]},
+        {"enum": [-(2**53), 0, 2**63 - 1, 2**60, 10**22]},
         {"type": "integer", "minimum": -(2**53), "maximum": 2**53},
         {"multipleOf": 86_400},
         {"type": "number", "multipleOf": 0.01},
@@ -252,6 +252,67 @@ def test_what_would_end_or_stall_the_process_is_refused(schema: dict[str, Any]) 
 )
 def test_what_only_looks_dangerous_is_not_refused(schema: dict[str, Any]) -> None:
     build.answer({"type": "object", "properties": {"a": schema}, "default": {"a": {"const": 5}}})
+
+
+@pytest.mark.parametrize(
+    "number", [2**53 + 1, -(2**53) - 1, 1_234_567_890_123_456_789, 2**63, 2**64 - 1, 2**100, 10**400]
+)
+def test_a_constant_that_would_lose_digits_is_refused(number: int) -> None:
+    for schema in ({"const": number}, {"enum": ["a", [{"b": number}]]}):
+        with pytest.raises(InvalidValue, match="last digits would be lost") as caught:
+            build.answer({"type": "object", "properties": {"a": schema}}, param="S")
+        assert caught.value.param == "S.properties.a"
+
+
+WIDE = 2**53
+FARTHEST = 2**63 - 1024
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"minimum": WIDE + 1}, [WIDE + 2], [WIDE, WIDE - 1]),
+        ({"minimum": WIDE + 1, "maximum": WIDE + 3}, [WIDE + 2], [WIDE, WIDE + 4]),
+        ({"maximum": -WIDE - 1}, [-WIDE - 2], [-WIDE, -WIDE + 1]),
+        ({"exclusiveMinimum": WIDE + 1}, [WIDE + 4], [WIDE, WIDE + 1]),
+        ({"exclusiveMaximum": WIDE + 1, "minimum": 0}, [WIDE - 1], [WIDE + 1, WIDE + 2]),
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, [0, -FARTHEST, FARTHEST], [2**63, -(2**63) - 1]),
+        ({"minimum": 0, "maximum": 2**64 - 1}, [0, FARTHEST], [2**64, -1]),
+        ({"minimum": -1e308, "maximum": 1e308}, [5, -FARTHEST], []),
+        ({"allOf": [{"minimum": WIDE + 1}, {"maximum": WIDE + 3}]}, [WIDE + 2], [WIDE, WIDE + 4]),
+        ({"anyOf": [{"minimum": WIDE + 1}, {"maximum": 3.5}]}, [3, WIDE + 2], [4, WIDE]),
+    ],
+    ids=str,
+)
+def test_a_bound_that_is_no_double_is_rounded_inwards(schema: dict[str, Any], good: list[int], bad: list[int]) -> None:
+    made = build.answer({"type": "array", "prefixItems": [{"type": "integer"} | schema], "items": False, "minItems": 1})
+    for number in good:
+        assert accepts(made, f"[{number}]"), number
+    for number in bad:
+        assert not accepts(made, f"[{number}]"), number
+
+
+def test_lengths_may_be_written_with_a_point() -> None:
+    made = build.answer(
+        {"type": "array", "minItems": 2.0, "maxItems": 2.0, "items": {"type": "string", "maxLength": 1e0}}
+    )
+    assert accepts(made, '["a", "b"]')
+    assert not accepts(made, '["a", "bc"]')
+    assert not accepts(made, '["a"]')
+    with pytest.raises(InvalidValue, match=r"1\.5"):
+        build.answer({"type": "string", "maxLength": 1.5})
+
+
+def test_what_is_no_keyword_keeps_its_numbers() -> None:
+    value = {"minimum": -(2**62), "maxLength": 2.0, "items": {"maximum": 10**22}}
+    made = build.answer({"enum": [value], "default": value, "properties": {"maxLength": {"type": "number"}}})
+    assert accepts(made, json.dumps(value).replace("2.0", "2"))
+
+
+def test_a_reference_to_an_anchor_is_no_reference_to_the_whole() -> None:
+    made = build.answer({"$ref": "#foot", "$defs": {"x": {"$anchor": "foot", "type": "boolean"}}})
+    assert accepts(made, "true")
+    assert not accepts(made, "1")
 
 
 def test_the_search_for_the_place_at_fault_ends_soon() -> None:
