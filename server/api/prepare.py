@@ -14,6 +14,7 @@ from server.api.context import ServedModel
 from server.api.input import generic_tools, tools
 from server.api.input.conversation import Conversation
 from server.api.input.identity import AnswerIdentity, StoreOptions
+from server.api.input.results import in_call_order
 from server.api.input.sequences import Bounds, most_tokens, sequences, truncated
 from server.api.input.tools import FormConstraint
 from server.api.output.respond import PreparedRequest, ProtocolFormat
@@ -69,7 +70,8 @@ def render(tokenizer: Tokenizer, conversation: Conversation, most: int | None = 
     """The conversation as the model reads it. Raises ContextLengthError where it's far longer than `most` tokens, and
     names the protocol's own field where the template refuses."""
     listed = conversation.tools.for_template
-    messages, offered = generic_tools.rewritten(tokenizer, list(conversation.messages), listed)
+    said = list(in_call_order(conversation.messages))
+    messages, offered = generic_tools.rewritten(tokenizer, said, listed)
     try:
         return tokenizer.chat(
             messages,

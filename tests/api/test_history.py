@@ -28,6 +28,65 @@ async def prompt(site: Site, **body: Any) -> str:
     return tokenizer().decode(site.fake.submits[-1].sequence.prompt, special=True)
 
 
+# ---------------------------------------------------------------- results of calls
+def call(name: str, arguments: str = "{}") -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(name: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": name, "content": f"result of {name}"}
+
+
+def in_three_protocols(names: str, results: str) -> dict[str, dict[str, Any]]:
+    """One assistant's turn with calls, and their results."""
+    spoken = [*USER, {"role": "assistant", "content": None, "tool_calls": [call(name) for name in names]}]
+    items = [{"type": "function_call", "call_id": name, "name": name, "arguments": "{}"} for name in names]
+    outputs = [{"type": "function_call_output", "call_id": name, "output": f"result of {name}"} for name in results]
+    uses = [{"type": "tool_use", "id": name, "name": name, "input": {}} for name in names]
+    told = [{"type": "tool_result", "tool_use_id": name, "content": f"result of {name}"} for name in results]
+    turns = [*USER, {"role": "assistant", "content": uses}, {"role": "user", "content": told}]
+    return {
+        "/v1/chat/completions": {"messages": [*spoken, *map(result, results)]},
+        "/v1/responses": {"input": [*USER, *items, *outputs]},
+        "/v1/messages": {"messages": turns, "max_tokens": 5},
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("order", ["ba", "acb", "cab"])
+async def test_results_stand_in_the_order_of_their_calls(path: str, order: str) -> None:
+    prompts = []
+    async with run_server(engine()) as site:
+        for results in (order, sorted(order)):
+            body = in_three_protocols("".join(sorted(order)), "".join(results))[path]
+            answer = await site.client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            prompts.append(tokenizer().decode(site.fake.submits[-1].sequence.prompt, special=True))
+    assert prompts[0] == prompts[1]
+    places = [prompts[0].index(f"result of {name}") for name in sorted(order)]
+    assert places == sorted(places)
+
+
+async def test_results_follow_the_calls_that_they_stand_behind() -> None:
+    """Ids may come again, be missing, or belong to calls that were made one by one."""
+    first = {"role": "assistant", "tool_calls": [call("a"), call("b")]}
+    alone = [{"role": "assistant", "tool_calls": [call(name)]} for name in ("d", "c")]
+    said = [*USER, first, result("x"), result("b"), result("a"), *alone, result("c"), result("d")]
+    again = [{"role": "assistant", "tool_calls": [call("b"), call("a")]}, result("a"), result("b"), NEXT]
+    async with run_server(engine()) as site:
+        told = await prompt(site, messages=said + again)
+    places = [part.split("<", 1)[0].strip() for part in told.split("result of ")[1:]]
+    assert [place[:1] for place in places] == ["a", "b", "x", "d", "c", "b", "a"]
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1E999", "NaN"])
+async def test_a_number_that_python_has_no_value_for_is_told_as_it_was(number: str) -> None:
+    arguments = f'{{"x": [{number}]}}'
+    async with run_server(engine()) as site:
+        said = [*USER, {"role": "assistant", "tool_calls": [call("a", arguments)]}, result("a")]
+        assert arguments in await prompt(site, messages=said)
+
+
 # ---------------------------------------------------------------- refusals and older calls
 @pytest.mark.parametrize(
     "fields",

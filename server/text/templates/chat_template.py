@@ -8,6 +8,7 @@ tokenises, never touches MLX.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,12 +143,20 @@ def _mapping(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        parsed = json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}", parse_float=_finite)
     except ValueError:
         return arguments
     if isinstance(parsed, dict):
         return parsed
     return arguments
+
+
+def _finite(digits: str) -> float:
+    """Raises ValueError for a number that would become Infinity, which is no JSON."""
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(digits)
+    return number
 
 
 def _wrapped(arguments: Any) -> Any:
