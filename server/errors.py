@@ -17,7 +17,7 @@ Owns every failure that Marathon reports to a client or on the command line. Run
         ├── UnknownUrl                404
         ├── MethodError               405
         ├── RequestTimeout            408  the request's deadline passed, or it stopped coming
-        ├── AnotherModel              409  a stored answer can be told by the model alone that made it
+        ├── AnotherModel              409  a stored answer can be made again by its own model alone
         ├── Cancellation              409  another request cancelled or deleted the answer
         ├── RequestTooLarge           413
         ├── UnsupportedMediaType      415  a content coding or charset that isn't decoded
@@ -199,7 +199,7 @@ class AnswerNotFound(RequestError):
 
 
 class AnotherModel(RequestError):
-    """A stored answer can't be told or gone on with: the model that is served isn't the one that makes it."""
+    """A stored answer can't be made again or continued: the model that is served isn't the one that makes it."""
 
     status = 409
     type = "invalid_request_error"

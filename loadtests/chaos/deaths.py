@@ -35,7 +35,7 @@ async def kill(scenario: Scenario) -> Findings:
 
 
 async def kill_during_resume(scenario: Scenario) -> Findings:
-    """Every second kill hits the engine that resumes from the one before; that must convict nobody."""
+    """Every second kill hits the engine that resumes from the one before; that must end no answer."""
     return await _killed(scenario, scenario.count(50, 6), during_resume=True)
 
 
@@ -128,7 +128,7 @@ async def raises(scenario: Scenario) -> Findings:
 
 
 async def garbage(scenario: Scenario) -> Findings:
-    """What comes over the seam is no message."""
+    """The bytes on the channel are no message."""
     return await _broken_inside(scenario, "garbage")
 
 

@@ -71,9 +71,9 @@ def store_options(request: ChatRequest, settings: Settings, identity: AnswerIden
     """How the answer is kept; None where it isn't. A stored chat goes on without its client."""
     if request.store is not True or settings.journal == OFF:
         return None
-    told = own_input.metadata(request.metadata)
+    metadata = own_input.metadata(request.metadata)
     messages = own_input.encoded(own_input.of_chat(request, identity.id))
-    return StoreOptions(identity, True, True, told, messages)
+    return StoreOptions(identity, True, True, metadata, messages)
 
 
 def conversation(request: ChatRequest, settings: Settings) -> Conversation:

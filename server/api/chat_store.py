@@ -104,9 +104,9 @@ def _add_changes(router: APIRouter, answers: StoredAnswers, cap: int) -> None:
         """Gives a stored chat completion other metadata."""
         record = await _found(answers, http, id)
         asked = body.validate(MetadataRequest, await body.read(http, cap))
-        told = own_input.metadata(asked.metadata)
-        await answers.journal.set_metadata(id, owner_of(http.scope), told)
-        return _json(await _shown(answers, record) | {"metadata": told})
+        metadata = own_input.metadata(asked.metadata)
+        await answers.journal.set_metadata(id, owner_of(http.scope), metadata)
+        return _json(await _shown(answers, record) | {"metadata": metadata})
 
     @router.delete("/{id}", response_model=DeletedChat, responses=errors(404, 503))
     async def delete_chat(http: Request, id: str) -> Response:

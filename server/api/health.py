@@ -1,6 +1,6 @@
 """/live, /ready, /health, /metrics, /debug/* and /version.
 
-Owns what operators and their machines are told. Runs on the event loop; reads what the supervisor knows and never
+Owns the answers for operators and their machines. Runs on the event loop; reads what the supervisor knows and never
 asks the engine, so that the answers come while it is busy, stuck or gone.
 """
 

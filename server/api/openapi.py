@@ -82,8 +82,8 @@ def body(model: type[BaseModel]) -> dict[str, Any]:
 
 def events(*kinds: type[BaseModel]) -> dict[str, Any]:
     """The same of a stream whose events have names and which has no [DONE]: an error is an event like others."""
-    told = {"anyOf": [_reference(kind) for kind in kinds]}
-    payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": told}
+    schema = {"anyOf": [_reference(kind) for kind in kinds]}
+    payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
     event = {
         "description": "each has the type of its data as its name; the last one tells how the answer ended",
         "type": "object",
@@ -96,8 +96,8 @@ def events(*kinds: type[BaseModel]) -> dict[str, Any]:
 def streamed(chunk: type[BaseModel]) -> dict[str, Any]:
     """Documentation of an answer that may be an event stream instead, event by event: `itemSchema` is OpenAPI 3.2's
     word, which FastAPI, too, uses for streams."""
-    told = {"anyOf": [_reference(chunk), _reference(ErrorBody)]}
-    payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": told}
+    schema = {"anyOf": [_reference(chunk), _reference(ErrorBody)]}
+    payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
     event = {
         "description": f"each is a {chunk.__name__}, the last one [DONE]; an error ends the stream instead",
         "type": "object",

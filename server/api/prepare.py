@@ -38,7 +38,7 @@ def prepared(
     identity: AnswerIdentity | None = None,
     store: StoreOptions | None = None,
 ) -> PreparedRequest:
-    """All that is left is to do it. `form`: what the answer looks like on the wire; `unknown`: fields that nobody
+    """All that is left is to do it. `form`: what the answer looks like on the wire; `unknown`: fields that no schema
     knows; `identity`: what the ids of calls follow from; `store`: how the answer is kept. Raises RequestError that
     names the field at fault."""
     asked = conversation.sampling

@@ -96,16 +96,16 @@ def _add_input_items(router: APIRouter, answers: StoredAnswers) -> None:
 
 
 def _included(http: Request) -> set[str]:
-    """Names of what is to be told besides; lists come as `include=` or `include[]=`."""
+    """Names of further members of the answer; lists come as `include=` or `include[]=`."""
     return {*http.query_params.getlist("include"), *http.query_params.getlist("include[]")}
 
 
 def _with(made: dict[str, Any] | bytes, included: set[str]) -> bytes:
     """The response object as JSON; thoughts come sealed where that is asked for."""
     if SEALED_THOUGHTS in included:
-        told: dict[str, Any] = msgspec.json.decode(made) if isinstance(made, bytes) else made
-        told["output"] = [_sealed(item) for item in told["output"]]
-        return encode(told)
+        response: dict[str, Any] = msgspec.json.decode(made) if isinstance(made, bytes) else made
+        response["output"] = [_sealed(item) for item in response["output"]]
+        return encode(response)
     if isinstance(made, bytes):
         return made
     return encode(made)

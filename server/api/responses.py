@@ -200,11 +200,11 @@ def _head(request: ResponsesRequest, identity: AnswerIdentity, keeps: bool) -> d
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
-        "reasoning": {"effort": None, "summary": None} | _told(request.reasoning),
+        "reasoning": {"effort": None, "summary": None} | _echoed(request.reasoning),
         "store": keeps,
-        "text": {"format": {"type": "text"}} | _told(request.text),
+        "text": {"format": {"type": "text"}} | _echoed(request.text),
         "tool_choice": _choice(request),
-        "tools": [_told(tool) for tool in request.tools or []],
+        "tools": [_echoed(tool) for tool in request.tools or []],
         "top_logprobs": request.top_logprobs or 0,
         "truncation": "disabled",
     }
@@ -213,11 +213,11 @@ def _head(request: ResponsesRequest, identity: AnswerIdentity, keeps: bool) -> d
 def _choice(request: ResponsesRequest) -> Any:
     choice = request.tool_choice
     if isinstance(choice, Wire):
-        return _told(choice)
+        return _echoed(choice)
     return choice or "auto"
 
 
-def _told(given: Wire | None) -> dict[str, Any]:
+def _echoed(given: Wire | None) -> dict[str, Any]:
     """An object as the client gave it."""
     if given is None:
         return {}

@@ -102,7 +102,7 @@ def zsh(commands: Sequence[OfferedCommand]) -> Iterator[str]:
 
 
 def _zsh_option(option: OfferedOption) -> str:
-    told = re.sub(r"([\[\]:\\])", r"\\\1", option.words)
+    words = re.sub(r"([\[\]:\\])", r"\\\1", option.words)
     colons = ":"
     if option.bare:
         colons = "::"
@@ -113,7 +113,7 @@ def _zsh_option(option: OfferedOption) -> str:
         wanted += "_files"
     if option.switch:
         wanted = ""
-    return _quoted(f"{option.flag}[{told}]{wanted}")
+    return _quoted(f"{option.flag}[{words}]{wanted}")
 
 
 # ---------------------------------------------------------------- fish

@@ -52,7 +52,7 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system text")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer [the server's]")
     parser.add_argument("--temperature", type=float, metavar="N", help="how freely tokens are drawn [the model's]")
-    parser.epilog = "Exit code 1: an error, told in one line; 130: Ctrl-C."
+    parser.epilog = "Exit code 1: an error, in one line; 130: Ctrl-C."
 
 
 def _models_arguments(parser: argparse.ArgumentParser) -> None:

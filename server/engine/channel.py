@@ -31,7 +31,7 @@ class Channel:
     """The engine's end of the socket. `send` may be called by the main and the writer thread.
 
     Attributes:
-        tokens: what the model's tokens say, once the server has told it.
+        tokens: what the model's tokens say, once the server has sent it.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -107,7 +107,7 @@ class Heartbeat:
         self._stopped.set()
 
     def enter(self, stage: str) -> None:
-        """A stage of loading begins; told at once."""
+        """A stage of loading begins; the server gets it at once."""
         self.stage = stage
         self.beat()
         self.report()

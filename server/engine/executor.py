@@ -1,7 +1,7 @@
 """Carries operations out with arrays.
 
 Owns the batches and what a plan does to rows, caches and kept prefixes. Runs in the engine process's main thread. It
-decides nothing, reads no clock and no memory: what it is told to do comes from `plan`.
+decides nothing, reads no clock and no memory: its orders come from `plan`.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def try_batching(model: nn.Module, doubts: list[Exception] | None = None) -> tup
     vocab = int(alone[0].shape[-1])
     try:
         together = merged_step(model, [prompt[-1] for prompt in prompts], singles)
-    except Exception as error:  # whatever a model file of somebody's raises
+    except Exception as error:  # a model's own code may raise anything
         _note(error, doubts)
         return vocab, one_line(error)
     noise = max(_distance(_whole(model, prompt), logits) for prompt, logits in zip(prompts, alone, strict=True))
@@ -205,7 +205,7 @@ def reads_together(model: nn.Module, batching: str, doubts: list[Exception] | No
     for way, cut in ways:
         try:
             found = _read_by_parts(model, prompts, cut, way)
-        except Exception as error:  # whatever a model file of somebody's raises
+        except Exception as error:  # a model's own code may raise anything
             _note(error, doubts)
             log.debug("prompts can't be read %s: %s", way, one_line(error))
             continue
@@ -327,8 +327,8 @@ def chunk_peak(model: nn.Module, patience: float = _PEAK_SECONDS) -> tuple[int, 
 
     `patience`: seconds that the longer measurement, which tells more, may take.
 
-    Told from two smaller ones: the part for each token grows with the chunk, and where attention isn't fused the part
-    for each pair of tokens with its square.
+    Estimated from two smaller ones: the part for each token grows with the chunk, and where attention isn't fused the
+    part for each pair of tokens with its square.
     """
     size = _PEAK_LENGTHS[0]
     measure_peak(model, size)  # the first of its kind may have to compile something, which says nothing of the next

@@ -298,7 +298,7 @@ class Journal:
         return [self._with_unsaved(record) for record in records], more
 
     async def unfinished(self) -> list[Record]:
-        """Records that somebody has to go on with, the oldest first. Raises JournalUnavailable."""
+        """Records that have to be continued, the oldest first. Raises JournalUnavailable."""
         if self._writer is None:
             return []
         return await self._read(reading.unfinished)

@@ -46,7 +46,7 @@ def find(connection: sqlite3.Connection, id: str, owner: str | None, since: floa
 
 
 def unfinished(connection: sqlite3.Connection) -> list[Record]:
-    """Those that somebody has to go on with, the oldest first; damaged ones are left out."""
+    """Records that have to be continued, the oldest first; damaged ones are left out."""
     rows = connection.execute(f"{_SHOWN} WHERE status IN (?, ?) ORDER BY number", UNFINISHED).fetchall()
     return list(_sound(connection, rows))
 

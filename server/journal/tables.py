@@ -70,7 +70,7 @@ VERSION = len(MIGRATIONS)
 
 
 def connect(path: Path, *, writable: bool = True) -> sqlite3.Connection:
-    """A connection in autocommit mode; whoever writes begins and ends transactions in so many words.
+    """A connection in autocommit mode; its user begins and ends transactions explicitly.
 
     Raises sqlite3.Error.
     """

@@ -2,8 +2,8 @@
 
 Owns the connection that writes, the order of changes, and the transactions that they are put into: whatever waits is
 one transaction. A transaction is followed by a pause of ten times as long, at most 50 ms, so that writing takes a small
-part of one core however quickly tokens come; what somebody waits for ends the pause. Jobs come from the event loop and
-their results are called back there.
+part of one core however quickly tokens come; a job that a caller waits for ends the pause. Jobs come from the event
+loop and their results are called back there.
 
 When nothing can be written, jobs that were marked as kept wait and are tried again each second, in their order; others
 fail. A token that can't be written is handed on all the same: an answer under way isn't harmed by a full disk.
@@ -47,7 +47,7 @@ log = logging.getLogger("marathon.journal")
 
 
 class JournalCounts(Protocol):
-    """What is told to the metrics, on the event loop."""
+    """What the metrics count, on the event loop."""
 
     def ended(self, status: Status) -> None: ...
     def committed(self, seconds: float) -> None: ...
@@ -70,7 +70,7 @@ class Job:
     done: Callable[[Any, Exception | None], None]
     kept: bool = False
     tokens: int = 0
-    told: bool = False
+    settled: bool = False
 
 
 class Writer:
@@ -222,14 +222,14 @@ class Writer:
 
     # ---------------------------------------------------------------- back to the event loop
     def _tell(self, ends: list[tuple[Job, Any, Exception | None]], seconds: float | None = None) -> None:
-        """Each job is told once: its first failure, or its success."""
-        news = [end for end in ends if not end[0].told]
+        """Settle each job once: with its first failure, or its success."""
+        news = [end for end in ends if not end[0].settled]
         for job, _, _ in news:
-            job.told = True
+            job.settled = True
         if news or seconds is not None:
-            self._call(self._told, news, seconds)
+            self._call(self._settle, news, seconds)
 
-    def _told(self, news: list[tuple[Job, Any, Exception | None]], seconds: float | None) -> None:
+    def _settle(self, news: list[tuple[Job, Any, Exception | None]], seconds: float | None) -> None:
         if seconds is not None:
             self._counts.committed(seconds)
         for job, result, error in news:

@@ -72,10 +72,10 @@ class Layout:
 
     def digest(self) -> bytes:
         """Kinds, dtypes and shapes; how a merged cache is read doesn't count."""
-        return digest(msgspec.msgpack.encode([_told(part) for part in self.parts]))
+        return digest(msgspec.msgpack.encode([_described(part) for part in self.parts]))
 
 
-def _told(part: PartLayout) -> list[Any]:
+def _described(part: PartLayout) -> list[Any]:
     if part.grows:
         return [part.kind, part.tree, [_form(leaf) for leaf in part.leaves]]
     return [part.kind, part.constant]

@@ -130,8 +130,8 @@ class Store:
 
     def _compare(self, head: Head, name: Name, tokens: list[int]) -> None:
         """A file that was renamed or copied is whole, and yet not what is looked for."""
-        told = (head.root, head.kind, head.start, head.end, head.key, sum(1 << part.part for part in head.parts))
-        if told != (self.root, name.kind, name.start, name.end, name.key, name.parts):
+        found = (head.root, head.kind, head.start, head.end, head.key, sum(1 << part.part for part in head.parts))
+        if found != (self.root, name.kind, name.start, name.end, name.key, name.parts):
             raise DamagedFile("other_tokens", "its head says something else than its name")
         if list(head.ids) != tokens[head.end - len(head.ids) : head.end]:
             raise DamagedFile("other_tokens", "its ids are others")
@@ -199,7 +199,7 @@ class Store:
         return usage.free < min(SPARE_BYTES, SPARE_SHARE * usage.total)
 
     def _wait(self, size: int) -> None:
-        """Take the time that the disk needs for so many bytes, whoever else waits for it."""
+        """Take the time that the disk needs for so many bytes, whatever else waits for it."""
         if self._disk.bytes_per_second:
             with self._turn:
                 time.sleep(size / self._disk.bytes_per_second)

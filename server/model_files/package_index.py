@@ -61,7 +61,7 @@ def fetch_wheel(name: str, version: str, folder: Path, progress: Progress) -> Pa
                 said.append(f"{_shown(place)} doesn't have it")
             except (*FAULTS, WheelUnavailable) as error:
                 said.append(f"{_shown(place)}: {_in_words(error)}")
-    raise WheelUnavailable("; ".join(said) or "pip or uv is told to ask no index")
+    raise WheelUnavailable("; ".join(said) or "pip or uv is configured to ask no index")
 
 
 def _client(found: Places) -> httpx.Client:

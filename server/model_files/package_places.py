@@ -1,6 +1,6 @@
 """Where this machine gets packages from.
 
-Owns the reading of what pip and uv are told about it: their variables, pip.conf, uv.toml. Runs where a start runs.
+Owns the reading of what configures pip and uv for it: their variables, pip.conf, uv.toml. Runs where a start runs.
 Asks nothing of the network.
 """
 

@@ -1,6 +1,6 @@
 """From the open port to the application.
 
-Owns what answers while the model is looked for, fetched and read: probes are told how far it is, every other request
+Owns what answers while the model is looked for, fetched and read: probes get how far it is, every other request
 waits. Makes the application meanwhile, in a thread of its own, and starts the engine as soon as it is known where the
 model lies, since both take seconds to import. Runs on the event loop. Once the application is made it only passes on.
 """

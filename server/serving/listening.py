@@ -82,7 +82,7 @@ def _listening(family: int, address: Any) -> socket.socket:
 
 
 def is_answered(family: int, address: Any) -> bool:
-    """Whether somebody listens where `address` would.
+    """Whether another process listens where `address` would.
 
     BSD's SO_REUSEADDR lets 127.0.0.1 be bound beside 0.0.0.0, of which the more precise one then gets every connection;
     Linux refuses that by itself.

@@ -1,4 +1,4 @@
-"""What systemd is told of the server's life: that it serves, that it ends, and that it isn't stuck.
+"""Messages to systemd about the server's life: that it serves, that it ends, and that it isn't stuck.
 
 Owns systemd's protocol of datagrams (sd_notify). Runs on the event loop. Says nothing where no service manager asked,
 which it does in the environment.
@@ -52,7 +52,7 @@ class ServiceManager:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
                 channel.sendto(news.encode(), address)
         except OSError as error:
-            log.warning("the service manager can't be told %s: %s", news, error)
+            log.warning("the service manager can't be sent %s: %s", news, error)
 
 
 def _watchdog_seconds(environment: Mapping[str, str]) -> float:

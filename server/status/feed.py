@@ -158,7 +158,7 @@ class Feed:
         self._resumes = dict(resumes)
 
     def _note_actions(self) -> None:
-        """Tell the acts of the engine's guards; the server's own are told as the ends of engines."""
+        """Tell the acts of the engine's guards; the server's own appear as the ends of engines."""
         snapshot = self._supervisor.engine.snapshot
         new = [action for action in snapshot.actions if action.time > self._acted] if snapshot else []
         for action in new:

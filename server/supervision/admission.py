@@ -120,7 +120,7 @@ class Room:
         self._copies += self._capacity.largest(length)
 
     def admits_new(self, length: int, unread: int = 0) -> bool:
-        """A sequence that never ran. With nothing else running it may always start: somebody has to move."""
+        """A sequence that never ran. With nothing else running it may always start: one of them has to move."""
         return self._rows == 0 or (self._pressure not in _CLOSED and self.holds(length, unread))
 
     def admits_preempted(self, length: int) -> bool:

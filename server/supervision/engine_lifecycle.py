@@ -1,7 +1,7 @@
 """One engine after the other: start, feed, watch, end, start again.
 
 Owns the living engine and decides when it ends and when the next one begins. Event-loop thread only. The generations
-are the scheduler's: it's told when there is an engine to feed and when that is lost. Requests, HTTP and shutdown are
+are the scheduler's: it learns when there is an engine to feed and when that is lost. Requests, HTTP and shutdown are
 the supervisor's.
 
 Planned or not, the end of an engine is always the same: what it still said is heard, its generations are taken back,
@@ -49,7 +49,7 @@ SETTLED_SECONDS = 5.0  # after an engine was ready: then a spare one may be prep
 UNSETTLED_SECONDS = 60.0  # and then also while prompts are read
 WATCH_SECONDS = 0.2  # between two looks at the engine
 PAUSE_SECONDS = 0.5  # a look that comes later by so much shows that the server itself stood still
-LONG_PAUSE_SECONDS = 2.0  # of those, the ones that somebody should know of
+LONG_PAUSE_SECONDS = 2.0  # of those, the ones that an operator should know of
 _KEPT_ACTIONS = 100
 _PRIVATE = {"api_key", "api_key_file"}
 

@@ -53,7 +53,7 @@ class EngineProcess:
         self._process = process
 
     def kill(self) -> None:
-        """Ends the whole group. Once the leader is reaped its number may be somebody else's: then nothing happens."""
+        """End the whole group. Once the leader is reaped its number may be another process's: then nothing happens."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)

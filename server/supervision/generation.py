@@ -121,7 +121,7 @@ class Generation:
         return self.ended and self.finish is None and (self.silenced or not self.saving)
 
     def silence(self) -> None:
-        """Its reader wants no more of it."""
+        """Drop what its reader will not read: the reader has left."""
         self.silenced = True
         self.read = len(self.generated)
         self.finish = None
@@ -138,7 +138,7 @@ class Generation:
 
     # ---------------------------------------------------------------- saved before it is read
     def save(self) -> None:
-        """Gives the log what it hasn't had."""
+        """Give the log what it hasn't had."""
         assert self.log is not None
         start = self.logged
         cached = None
@@ -159,7 +159,7 @@ class Generation:
 
 
 class GenerationOwner(Protocol):
-    """Who runs the generations of a Live."""
+    """Runs the generations of a handle."""
 
     def clock(self) -> float: ...
 
@@ -303,7 +303,7 @@ class GenerationHandle:
                 waiter.set_result(None)
 
     def fail(self, error: RequestError) -> None:
-        """The request can't go on; the reader is told once it has read what came before."""
+        """The request can't go on; the reader learns of it once it has read what came before."""
         if self.error is None:
             self.error = error
             if not self._is_saving:

@@ -4,9 +4,9 @@ Owns the times of one engine: when it was started and ready, when it was heard o
 No clock of its own, no timers, no process; event-loop thread only. What follows from its judgement
 is `engine_lifecycle`'s.
 
-Three silences are told apart. An engine that starts has `start_seconds`. One that works must get something done within
-the stall limit. And an engine says each second that it is there, whatever it does; one that was given nothing to do and
-doesn't say so has been stopped, and would keep the next request waiting for as long as the stall limit is.
+Three silences are distinguished. An engine that starts has `start_seconds`. One that works must get something done
+within the stall limit. And an engine sends a heartbeat each second, whatever it does; one that was given nothing to do
+and sends none has been stopped, and would keep the next request waiting for as long as the stall limit is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The engine's news, noted in the generations they are about.
+"""Puts what the engine sends into the generations that it belongs to.
 
-Owns nothing but the way from a `Steps` message to its readers, and the timing facts that fall off on it. Event-loop
+Owns nothing but the way from a `Steps` message to its readers, and the timings that are counted on it. Event-loop
 thread only; never decides who runs.
 
 This is the hot path of the server: what `deliver` does for a row, it does some ten thousand times a second.
@@ -17,7 +17,7 @@ from server.supervision.generation import Generation
 
 
 class OutputCounts(Protocol):
-    """What is told to the metrics. Every verb is cheap and raises nothing."""
+    """What the metrics count. Every verb is cheap and raises nothing."""
 
     def generated(self, count: int) -> None: ...
     def inter_token(self, seconds: float, count: int) -> None: ...
@@ -38,7 +38,7 @@ class OutputCounts(Protocol):
 
 
 class OutputRouter:
-    """Hands on what the engine says."""
+    """Hands on what the engine sends."""
 
     def __init__(self, counts: OutputCounts, clock: Callable[[], float]) -> None:
         self._counts = counts
@@ -46,7 +46,7 @@ class OutputRouter:
         self._to_save: dict[int, Generation] = {}  # of this message
 
     def deliver(self, step: messages.Steps, running: dict[int, Generation]) -> None:
-        """Notes what `step` says of the rows that `running` still holds, and lets their readers look."""
+        """Note what `step` says of the rows that `running` still holds, and wake their readers."""
         if len(step.seqs) != len(step.tokens):
             raise framing.TornFrame(f"{len(step.tokens)} tokens for {len(step.seqs)} rows")
         now = self._clock()

@@ -1,6 +1,6 @@
 """How far long prompts are, in the log.
 
-Owns the lines about prompts whose reading takes so long that somebody may wonder. Event-loop thread only, over what the
+Owns the lines about prompts whose reading takes so long that a user may wonder. Event-loop thread only, over what the
 engine says each second. No timers: an engine that says nothing has no progress to tell of.
 """
 
@@ -23,9 +23,9 @@ class _Course:
 
     done: int
     moved: float  # when `done` became what it is
-    told: float  # when the last line was written, or the prompt was seen first
-    told_done: int  # what `done` and `moved` were then
-    told_moved: float
+    written: float  # when the last line was written, or the prompt was seen first
+    written_done: int  # what `done` and `moved` were then
+    written_moved: float
     rate: float = 0.0  # tokens a second, over the lines that had news
 
     def move(self, done: int, now: float) -> None:
@@ -34,17 +34,17 @@ class _Course:
             self.moved = now
 
     def tell(self, now: float) -> None:
-        if self.moved > self.told_moved:
-            self.rate = max(0.0, (self.done - self.told_done) / (self.moved - self.told_moved))
-        self.told = now
-        self.told_done = self.done
-        self.told_moved = self.moved
+        if self.moved > self.written_moved:
+            self.rate = max(0.0, (self.done - self.written_done) / (self.moved - self.written_moved))
+        self.written = now
+        self.written_done = self.done
+        self.written_moved = self.moved
 
     def seconds_left(self, total: int) -> int | None:
         """None while nothing is known of the pace."""
         if not self.rate:
             return None
-        return max(0, round((total - self.done) / self.rate - (self.told - self.moved)))
+        return max(0, round((total - self.done) / self.rate - (self.written - self.moved)))
 
 
 class PrefillLog:
@@ -62,7 +62,7 @@ class PrefillLog:
         for prompt in begun:
             course = self._courses[prompt.seq]
             course.move(prompt.done, now)
-            if now - course.told >= EVERY_SECONDS:
+            if now - course.written >= EVERY_SECONDS:
                 course.tell(now)
                 left = course.seconds_left(prompt.total)
                 facts = {"sequence": prompt.seq, "done": prompt.done, "total": prompt.total, "seconds_left": left}

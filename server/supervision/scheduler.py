@@ -1,7 +1,7 @@
 """The generations that are alive: who waits, who runs, who comes back.
 
 Owns three tables (the queue, those to be continued, those in the engine) and every move between them. Event-loop
-thread only. It's told which engine to feed, and never starts, kills or judges one.
+thread only. The lifecycle says which engine to feed, and never starts, kills or judges one.
 
     open ──► queue ──────────► running ──► ended
                ▲  preempted ◄──┤    ▲
@@ -240,7 +240,7 @@ class Scheduler:
         self.pump()
 
     def _ask_to_reclaim(self) -> None:
-        """Somebody waits for room: the engine should look whether it can make some. It costs it its idle prefixes."""
+        """A sequence waits for room: ask the engine to look whether it can make some. It costs it its idle prefixes."""
         now = self.clock()
         if self._feeding and self._connection is not None and now - self._reclaimed >= RECLAIM_SECONDS:
             self._reclaimed = now
@@ -360,7 +360,7 @@ class Scheduler:
         self.pump()
 
     def _advance(self) -> None:
-        """Somebody has delivered: the one on probation may be off it, the next may have its turn."""
+        """A sequence has delivered tokens: the one on probation may be off it, the next may have its turn."""
         if self._tried is not None and probation.has_proved_itself(self._tried):
             probation.release(self._tried)
             self._tried = None

@@ -37,7 +37,7 @@ class Supervisor:
         batch_limit: sequences that may run together.
 
     Args:
-        counts: is told what happens (server/metrics.py).
+        counts: the metrics that count what happens (server/metrics.py).
         spawn: starts the engine of an epoch; raises OSError when there is no process to be had.
         clock: monotonic seconds; deadlines are times of it.
         on_load_failed: called with one sentence when the first engine can't load its model. No further one is tried.

@@ -1,8 +1,8 @@
 """How long is too long, and how soon is too soon.
 
-Owns four small judgements about an engine's life, each over times that it is told: when it counts as stuck, how long
-to wait before the next start, whether it is replaced too often, and when a waiting client should ask again. No clock
-of its own, no timers, no engine; any thread.
+Owns four small judgements about an engine's life, each over times that its caller gives: when it counts as stuck, how
+long to wait before the next start, whether it is replaced too often, and when a waiting client should ask again. No
+clock of its own, no timers, no engine; any thread.
 """
 
 from __future__ import annotations

@@ -80,4 +80,4 @@ async def test_without_a_manager_nothing_is_said(environment: dict[str, str]) ->
 
 async def test_a_manager_that_does_not_listen_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "nobody")}).ready()
-    assert "can't be told READY=1" in caplog.text
+    assert "can't be sent READY=1" in caplog.text

@@ -1,8 +1,8 @@
 """Tools for models whose chat template knows none.
 
-Owns a plain format for them: the functions are described in the system message, a call is JSON between tags, and what
-tools and calls left in the history is told as text. Runs in the server's worker thread; pure. Models with a format of
-their own come here only if their template leaves calls out of the history.
+Owns a plain format for them: the functions are described in the system message, a call is JSON between tags, and the
+tools and calls of the history are spelled out as text. Runs in the server's worker thread; pure. Models with a format
+of their own come here only if their template leaves calls out of the history.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def rewritten(tokenizer: Tokenizer, messages: list[Message], tools: Tools) -> tu
     """The conversation and the tools for the model's template; text instead of what that would leave out."""
     form = tokenizer.tool_format
     if is_ours(form):
-        return told(messages, tools), None
+        return spelled_out(messages, tools), None
     if form is not None and not tokenizer.able.calls:
         messages = retold(messages, form.start, form.end, results=tokenizer.able.results)
     return messages, tools
 
 
-def told(messages: list[Message], tools: Tools) -> list[Message]:
+def spelled_out(messages: list[Message], tools: Tools) -> list[Message]:
     """The same conversation in words that any template takes, and what may be called said in its system message."""
     plain = retold(messages, START, END, results=False)
     if not tools:

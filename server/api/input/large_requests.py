@@ -43,7 +43,7 @@ class LargeRequests:
     """The process, and who waits for it. Owned by `AppContext`.
 
     Args:
-        start: what the process is told first: how to load the tokenizer, and how the model is served.
+        start: the first message to the process: how to load the tokenizer, and how the model is served.
         tokenizer: this process's own; results that refer to the other one's get it instead.
     """
 

@@ -45,7 +45,7 @@ class ContentBlock(Wire):
     caller: Any = Field(None, description=IGNORED)
     tool_use_id: str | None = Field(None, description="of a result: the call that it answers", examples=["call_1"])
     content: BlocksOrText | None = Field(None, description="of a result: what came of the call")
-    is_error: bool | None = Field(None, description="of a result: the call failed, which the model is told")
+    is_error: bool | None = Field(None, description="of a result: the call failed, and the model is shown that")
     tool_name: str | None = Field(
         None, description="of a reference: the tool, whose definition the model reads at this place"
     )
@@ -106,7 +106,7 @@ class ThinkingOptions(Wire):
         description="`enabled` and `adaptive`: for templates that can switch thinking, on", examples=["adaptive"]
     )
     budget_tokens: Any = Field(None, description="accepted and ignored: only `max_tokens` ends an answer")
-    display: Any = Field(None, description="accepted and ignored: thoughts are always told")
+    display: Any = Field(None, description="accepted and ignored: thoughts are always shown")
 
 
 class OutputFormat(Wire):

@@ -105,7 +105,7 @@ class CustomFormat(Wire):
 
     type: str = Field(description="`text` or `grammar`", examples=["text"])
     syntax: str | None = Field(None, description="of a grammar: `lark` or `regex`")
-    definition: str | None = Field(None, description="the grammar, which is told to the model and not enforced")
+    definition: str | None = Field(None, description="the grammar, which is shown to the model and not enforced")
 
 
 class ResponseTool(Wire):

@@ -99,7 +99,7 @@ def _offered(tool: ResponseTool, namespace: str | None, where: str) -> OfferedTo
 
 
 def _grammar(form: CustomFormat | None) -> str:
-    """What the model is told of the form of a custom tool's input."""
+    """Describe the form of a custom tool's input to the model."""
     if form is None or not form.definition:
         return ""
     return f"`input` follows this grammar ({form.syntax or 'lark'}):\n{form.definition}"

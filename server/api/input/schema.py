@@ -93,7 +93,7 @@ def unoffered(form: type[Wire]) -> Iterator[tuple[str, UnofferedField]]:
 
 
 # ---------------------------------------------------------------- unions
-# A union is told apart by the JSON type first, so that an error speaks of the branch that was meant. Tags begin with
+# A union is decided by the JSON type first, so that an error names the branch that was meant. Tags begin with
 # "#" and are left out of an error's path.
 def content_kind(value: Any) -> str | None:
     if isinstance(value, str):
@@ -182,7 +182,7 @@ def _whole(value: Any) -> Any:
 Item = TypeVar("Item")
 Many = Annotated[
     list[Item], Field(fail_fast=True)
-]  # the first fault is the one that is told, and a million take gigabytes
+]  # only the first fault is reported, and a million of them take gigabytes
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(max_length=1024)]
 Stop = Annotated[

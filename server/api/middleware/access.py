@@ -63,10 +63,10 @@ def refusal(scope: Scope, error: RequestError, headers: Mapping[str, str] | None
     """The answer with the error's status and body; the error is noted in the record."""
     record = record_of(scope)
     record.error = error
-    told = {**(headers or {}), **error.headers()}
+    merged = {**(headers or {}), **error.headers()}
     if scope["path"] in anthropic_errors.PATHS:
-        return JSONResponse(anthropic_errors.body(error, record.request_id), anthropic_errors.status(error), told)
-    return JSONResponse(error.body(), error.status, told)
+        return JSONResponse(anthropic_errors.body(error, record.request_id), anthropic_errors.status(error), merged)
+    return JSONResponse(error.body(), error.status, merged)
 
 
 async def cut(scope: Scope, receive: Receive) -> None:

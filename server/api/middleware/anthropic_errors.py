@@ -40,18 +40,18 @@ def error_object(error: RequestError, status: int) -> dict[str, Any]:
     if isinstance(error, ContextLengthError) and error.numbers:
         most = error.numbers["n_ctx"] - 1  # a token of the answer has to fit, too
         message = f"prompt is too long: {error.numbers['n_prompt_tokens']} tokens > {most} maximum"
-    told = {"type": _TYPES.get(status, "invalid_request_error"), "message": message}
+    fields = {"type": _TYPES.get(status, "invalid_request_error"), "message": message}
     if isinstance(error, UnsupportedParameter) and error.param == "thread":
-        return {**told, "details": _NO_THREADS}
-    return told
+        return {**fields, "details": _NO_THREADS}
+    return fields
 
 
 def body(error: RequestError, request_id: str | None = None) -> dict[str, Any]:
     """Body of a refusal."""
-    told = {"type": "error", "error": error_object(error, status(error))}
+    body = {"type": "error", "error": error_object(error, status(error))}
     if request_id is None:
-        return told
-    return {**told, "request_id": request_id}
+        return body
+    return {**body, "request_id": request_id}
 
 
 def event(error: RequestError) -> dict[str, Any]:

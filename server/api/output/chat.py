@@ -22,7 +22,7 @@ ROLE = b'{"role":"assistant","content":null}'
 class ChatForm(DataEvents):
     """Form of one request's answer. `only_calls`: a call is forced, so text can only be the stump of a cut tag.
     `thoughts`: whether reasoning is shown. `head`: what is the same in every chunk. `echo`: what each choice begins
-    with. `verbose`: whether the prompt's text is told."""
+    with. `verbose`: whether the prompt's text is sent."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ChatForm(DataEvents):
         return inside + b"}]" + outside + b"}\n\n"
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """What is told of the prompt, once."""
+        """The members that describe the prompt; only the first chunk has them."""
         ids = self._extras.prompt_ids(choice)
         if not self._verbose:
             return ids

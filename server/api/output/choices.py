@@ -34,8 +34,8 @@ class Choice:
         generation: its timing, while a request waits for it.
         scored: tokens with log probabilities that no chunk has shown yet.
         undecided: of all scored ones, those that may still become text.
-        ids: tokens that no chunk has told yet, where ids are asked for; with the one that ended the answer.
-        begun: something of it was told.
+        ids: tokens that no chunk has had yet, where ids are asked for; with the one that ended the answer.
+        begun: a chunk of it was sent.
     """
 
     index: int
@@ -81,7 +81,7 @@ class Choice:
         """Tokens with log probabilities are read one by one, to know which are text."""
         if not delta.logprobs:
             return self.text.feed(delta.tokens)
-        stops = self.sequence.stop_ids  # a drawn one ends the answer, whenever the end itself is told
+        stops = self.sequence.stop_ids  # a drawn one ends the answer, whenever the end itself is sent
         pieces: list[Piece] = []
         for token, found in zip(delta.tokens, delta.logprobs, strict=True):
             if self.text.stopped:

@@ -45,23 +45,23 @@ class MessagesForm:
     # ---------------------------------------------------------------- a stream
     def first(self, choices: list[Choice]) -> bytes:
         """Which part of the prompt was known isn't known yet; the end tells it."""
-        told = usage_of(len(choices[0].sequence.prompt), 0, 0)
-        begun = {**self._head, "content": [], **_STILL_OPEN, "usage": told}
+        usage = usage_of(len(choices[0].sequence.prompt), 0, 0)
+        begun = {**self._head, "content": [], **_STILL_OPEN, "usage": usage}
         return _event({"type": "message_start", "message": begun})
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
-        told = [event for piece in pieces for event in self._tell(piece)]
+        events = [event for piece in pieces for event in self._tell(piece)]
         if choice.finish:
-            told += self._close()
-        return b"".join(map(_event, told))
+            events += self._close()
+        return b"".join(map(_event, events))
 
     def alive(self, comment: bytes) -> bytes:
         """With an event, since some clients count only those."""
         return comment + _event({"type": "ping"})
 
     def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
-        told = {"type": "message_delta", "delta": self._stop(choices[0]), "usage": _counted(usage)}
-        return _event(told) + _event({"type": "message_stop"})
+        delta = {"type": "message_delta", "delta": self._stop(choices[0]), "usage": _counted(usage)}
+        return _event(delta) + _event({"type": "message_stop"})
 
     def failed(self, error: RequestError, choices: list[Choice], usage: dict[str, Any]) -> bytes:
         return _event(anthropic_errors.event(error))
@@ -138,8 +138,8 @@ class MessagesForm:
         return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
 
-def _event(told: Event) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (str(told["type"]).encode(), encode(told))
+def _event(event: Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), encode(event))
 
 
 def _finished(block: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def usage_of(prompt: int, cached: int, answer: int) -> dict[str, int]:
-    """Token counts by their names in this protocol, in which the prompt is told in parts."""
+    """Token counts by their names in this protocol, which counts the prompt in parts."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

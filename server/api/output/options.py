@@ -52,7 +52,7 @@ class Extras:
         return tokenizer.spell
 
     def ids(self, choice: Choice) -> dict[str, Any]:
-        """The ids of the answer that weren't told yet."""
+        """Return the ids of the answer that no chunk has had yet."""
         if self.token_ids:
             return {"token_ids": choice.take_ids()}
         return {}

@@ -35,7 +35,7 @@ class ResponsesForm:
 
     Attributes:
         ended: when the answer ended, in unix time; None: now.
-        final: the response object that its last event told.
+        final: the response object of its last event.
 
     Args:
         head: what the response object says from beginning to end.
@@ -76,7 +76,7 @@ class ResponsesForm:
         return self._events([("response.created", begun), ("response.in_progress", begun)])
 
     def started(self, choices: list[Choice]) -> bytes:
-        """An engine has begun with it: told of answers in the background only, others are as good as begun."""
+        """An engine has begun with it: an event for answers in the background alone, others are as good as begun."""
         if not self._head.get("background"):
             return b""
         return self._events([("response.in_progress", {"response": self._response(choices, "in_progress")})])
@@ -88,14 +88,14 @@ class ResponsesForm:
         return data
 
     def alive(self, comment: bytes) -> bytes:
-        """With an event, since some clients count only those. It repeats the last number: what is told doesn't depend
+        """With an event, since some clients count only those. It repeats the last number: the events don't depend
         on how long it took."""
         return self.sign_of_life(comment, max(0, self._number - 1))
 
     def sign_of_life(self, comment: bytes, number: int) -> bytes:
         """The same for a reader whose last event had this number."""
-        told = {"type": "keepalive", "sequence_number": number}
-        return comment + b"event: keepalive\ndata: " + encode(told) + b"\n\n"
+        keepalive = {"type": "keepalive", "sequence_number": number}
+        return comment + b"event: keepalive\ndata: " + encode(keepalive) + b"\n\n"
 
     def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
         return self._end(self.whole(choices, usage))
@@ -119,7 +119,7 @@ class ResponsesForm:
         return self._events(self._close("incomplete"))
 
     def ending(self, answer: bytes, status: str) -> bytes:
-        """The last event again, from the response object that it told."""
+        """The last event again, from the response object that it had."""
         return self._events([(f"response.{status}", {"response": msgspec.Raw(answer)})])
 
     def _end(self, response: dict[str, Any]) -> bytes:
@@ -129,8 +129,8 @@ class ResponsesForm:
     def _events(self, events: Iterable[Event]) -> bytes:
         data = b""
         for kind, members in events:
-            told = encode({"type": kind, "sequence_number": self._number, **members})
-            data += b"event: %b\ndata: %b\n\n" % (kind.encode(), told)
+            encoded = encode({"type": kind, "sequence_number": self._number, **members})
+            data += b"event: %b\ndata: %b\n\n" % (kind.encode(), encoded)
             self._number += 1
         return data
 
@@ -225,7 +225,7 @@ class ResponsesForm:
         yield from self._close(status)
 
     def _scores(self, choice: Choice) -> list[dict[str, Any]]:
-        """Of the tokens of text that no event has told yet."""
+        """Of the tokens of text that no event has had yet."""
         if self._top is None:
             return []
         scored = choice.take_scored_text()

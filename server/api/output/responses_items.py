@@ -18,7 +18,7 @@ Members = dict[str, Any]
 
 
 class OutputItem:
-    """An item at a place of the response `answer`, whose id its own follows from; mutable until its end is told."""
+    """An item at a place of the response `answer`, whose id its own follows from; mutable until its end is sent."""
 
     PREFIX: ClassVar[str] = ""
 
@@ -153,13 +153,13 @@ class FunctionCallItem(OutputItem):
         yield "response.function_call_arguments.delta", self._where() | {"delta": text}
 
     def end(self, status: str) -> Iterator[Event]:
-        told = {"arguments": self.text, "name": self._tool.name}
-        yield "response.function_call_arguments.done", self._where() | told
+        call = {"arguments": self.text, "name": self._tool.name}
+        yield "response.function_call_arguments.done", self._where() | call
         yield from super().end(status)
 
 
 class CustomCallItem(OutputItem):
-    """A call of a custom tool. Its input lies in a JSON string of the model, and is told once that is whole."""
+    """A call of a custom tool. Its input lies in a JSON string of the model, and is sent once that is whole."""
 
     PREFIX = "ctc"
 

@@ -59,10 +59,10 @@ class EventSource(Protocol):
 class EventStream(EventSourceResponse):
     """Streams `frames` of `live`, if they have a source that is left with them, and leaves it however the stream ends.
 
-    sse-starlette brings the race between stream and disconnect. Its ping is off: a sign of life is the business of
-    whoever reads the news. Its watch for the server's end is off, too: it would cut streams that a drain still lets
-    run. In its place stands a watch for readers that take nothing, for a timer a chunk costs more than the chunk. A
-    reader that takes a little at a time is none: what its machine acknowledges counts, not what makes room here.
+    sse-starlette brings the race between stream and disconnect. Its ping is off: signs of life come with the news that
+    is streamed. Its watch for the server's end is off, too: it would cut streams that a drain still lets run. In its
+    place stands a watch for readers that take nothing; a timer for each chunk would cost more than the chunk. A reader
+    that takes a little at a time isn't dropped: what its machine acknowledges counts, not what makes room here.
     """
 
     def __init__(self, frames: AsyncGenerator[bytes, None], live: EventSource | None, patience: float) -> None:

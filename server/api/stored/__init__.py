@@ -1,1 +1,1 @@
-"""Answers that are kept: made without their client, followed by any number of readers, told again at any time."""
+"""Answers that are kept: made without their client, followed by any number of readers, sent again at any time."""

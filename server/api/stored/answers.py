@@ -143,7 +143,7 @@ class StoredAnswers:
                     yield b"".join(wanted)
 
     async def answer(self, record: Record) -> bytes:
-        """The object of an answer, as far as the journal has it. Raises AnotherModel where it would have to be told
+        """The object of an answer, as far as the journal has it. Raises AnotherModel where it would have to be made
         from its tokens by another model."""
         if record.answer is not None:
             return record.answer

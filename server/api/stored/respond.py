@@ -48,7 +48,7 @@ async def respond_kept(
 async def _kept(
     served: AppContext, answers: StoredAnswers, http: Request, kind: Kind, prepared: PreparedRequest, body: bytes
 ) -> Response:
-    told = record_of(http.scope)
+    call = record_of(http.scope)
     assert prepared.store is not None
     record = Record(
         id=prepared.store.identity.id,
@@ -59,23 +59,23 @@ async def _kept(
         created=float(prepared.store.identity.created),
         background=prepared.store.background,
         stream=bool(prepared.request.stream),
-        endpoint=told.endpoint,
+        endpoint=call.endpoint,
         body=body,
         own_input=prepared.store.own_input,
         metadata=prepared.store.metadata,
     )
     run = await answers.create(prepared, record)
-    served.note_unknown(told.endpoint, prepared.unknown)
-    told.facts |= asked_for(prepared) | {"stored": record.id}
+    served.note_unknown(call.endpoint, prepared.unknown)
+    call.facts |= asked_for(prepared) | {"stored": record.id}
     if record.stream:
-        frames = _noted(run, told, follow(served, run, -1))
+        frames = _noted(run, call, follow(served, run, -1))
         return EventStream(frames, run, served.settings.send_timeout_seconds)
     if kind == "response" and record.background:
         return Response(encode(run.snapshot()), media_type=JSON)
-    return await _whole(http, run, told)
+    return await _whole(http, run, call)
 
 
-async def _whole(http: Request, run: AnswerRun, told: CallRecord) -> Response:
+async def _whole(http: Request, run: AnswerRun, call: CallRecord) -> Response:
     """The answer once it has ended."""
 
     async def finished() -> None:
@@ -83,9 +83,9 @@ async def _whole(http: Request, run: AnswerRun, told: CallRecord) -> Response:
 
     if not await unless_left(http, finished()):
         run.leave()
-        told.facts["finish"] = "client left"
+        call.facts["finish"] = "client left"
         return Response(status_code=CLIENT_LEFT)
-    told.facts |= run.facts
+    call.facts |= run.facts
     if run.error is not None:
         raise run.error
     if run.status == "cancelled":
@@ -103,15 +103,15 @@ async def follow(served: AppContext, run: AnswerRun, after: int) -> AsyncGenerat
                 yield data
 
 
-async def _noted(run: AnswerRun, told: CallRecord, frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _noted(run: AnswerRun, call: CallRecord, frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """The same events; the access log says how the answer ended."""
     try:
         async for data in frames:
             yield data
     finally:
         await frames.aclose()
-        told.facts |= run.facts
-        told.error = run.error
+        call.facts |= run.facts
+        call.error = run.error
 
 
 # ---------------------------------------------------------------- other readers

@@ -1,8 +1,8 @@
 """The making of one stored answer.
 
-Owns its generation from beginning to end, whoever reads meanwhile: what is read from the engine goes into the
-transcript and its event log, and how it ended is decided here, once. Event-loop thread only. Never waits for a reader
-and never writes to a client.
+Owns its generation from beginning to end, whether it has readers or not: the engine's tokens go into the transcript
+and its event log, and how the answer ended is decided here, once. Event-loop thread only. Never waits for a reader and
+never writes to a client.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _found(entry: os.DirEntry[str], name: Name) -> Iterator[Found]:
 
 
 def _models(folder: Path) -> list[Path]:
-    """The folders of models. Whatever else lies there is somebody's, who chose this place for the caches as well."""
+    """The folders of models. Anything else that lies there isn't Marathon's, and stays."""
     with contextlib.suppress(OSError):
         return sorted(path for path in folder.iterdir() if _is_of_model(path))
     return []

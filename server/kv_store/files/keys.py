@@ -15,7 +15,7 @@ KEY_BYTES = 16
 
 
 def digest(*parts: bytes) -> bytes:
-    """Hash a few byte strings; each is told from its neighbours by its length."""
+    """Hash a few byte strings; its length keeps each apart from its neighbours."""
     state = hashlib.blake2b(digest_size=KEY_BYTES)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))
