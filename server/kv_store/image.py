@@ -5,6 +5,7 @@ Owns the assembly. Runs in the reader's threads, with numpy alone.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,13 @@ def _empty(part: PartLayout, length: int) -> PartImage:
     if part.tree is None:
         raise DamagedFile("layout", "a cache of constant size is in no state")
     tensors = tuple(_tensor(leaf, length) for leaf in part.leaves)
-    return PartImage(part.tree, tensors, tuple(np.empty(tensor.nbytes, np.uint8) for tensor in tensors))
+    return PartImage(part.tree, tensors, tuple(_room(tensor.nbytes) for tensor in tensors))
+
+
+def _room(size: int) -> Bytes:
+    """`size` bytes of the system's, which are zero. numpy asks for huge pages for its own, and a system that has to
+    clear those first takes several times as long to give them as all the rest of a reading."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size)
 
 
 def _shaped(data: Bytes | memoryview, tensor: Tensor) -> Bytes:
