@@ -37,7 +37,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: something else has come
         self.tokens: Future[TokenTable] = Future()
 
     def start_reader(self) -> None:
@@ -71,8 +71,12 @@ class Channel:
         with self._lock:
             self._socket.sendall(b"\xff\x00garbage" * 64)
 
+    def wake(self) -> None:
+        """End the main thread's wait for a command; from any thread."""
+        self._inbox.put(None)
+
     def receive(self, timeout: float | None) -> Command | None:
-        """The next command; None after `timeout` seconds."""
+        """The next command; None after `timeout` seconds, or when it is woken."""
         try:
             return self._inbox.get(timeout=timeout)
         except queue.Empty:
@@ -81,11 +85,9 @@ class Channel:
     def received(self) -> Iterator[Command]:
         """Commands that are here already."""
         while not self._inbox.empty():
-            yield self._inbox.get()
-
-    @property
-    def waiting(self) -> bool:
-        return not self._inbox.empty()
+            command = self._inbox.get()
+            if command is not None:
+                yield command
 
 
 class Heartbeat:

@@ -90,6 +90,7 @@ class Checkpoints:
         heartbeat: ProgressBeat,
         snapshot: Snapshot,
         opening: Opening | None = None,
+        wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._model = model
@@ -99,6 +100,7 @@ class Checkpoints:
         self._heartbeat = heartbeat
         self._snapshot = snapshot
         self._opening = opening
+        self._wake = wake
         self._clock = clock
         self._live: dict[int, LiveRow] = {}
         self._arrivals: dict[int, AwaitedRow] = {}
@@ -108,6 +110,7 @@ class Checkpoints:
         self._iteration = 0
         self._speed = SPEED
         self._tokens_read = 0  # of prompts
+        self._noted = (0, 0.0)  # of those and their seconds, what the store's paces have
 
     @property
     def _tier(self) -> Tier | None:
@@ -123,7 +126,7 @@ class Checkpoints:
             return
         now = self._clock()
         self._live[row.seq] = LiveRow(tier.keeper.begin(row.tokens), 0, 0, now)
-        fetch = tier.reader.fetch(row.tokens, self._prefix.reach(row.tokens) + LEAST // 2)
+        fetch = tier.reader.fetch(row.tokens, self._prefix.reach(row.tokens) + LEAST // 2, self._wake)
         if fetch is not None:
             row.is_fetching = True
             self._arrivals[row.seq] = AwaitedRow(row, fetch)
@@ -144,8 +147,10 @@ class Checkpoints:
             arrival.seen = arrival.fetch.files_read
             self._heartbeat.beat()
         expected = SLOW * len(arrival.row.tokens) * self._token_seconds
-        if self._clock() - arrival.fetch.began > PATIENCE + expected:
+        now = self._clock()
+        if now - arrival.fetch.began > PATIENCE + expected:
             arrival.fetch.give_up()
+            self._note_reading(arrival.fetch.bytes_read, now - arrival.fetch.started)
             log.warning("KV of sequence %d is read by prefill: the disk is too slow", arrival.row.seq)
             self._go_on(arrival)
 
@@ -165,6 +170,7 @@ class Checkpoints:
         self._heartbeat.beat()
         if arrival.filled == len(image.parts):
             arrival.row.restored = (arrival.fresh, image.length)
+            self._note_reading(image.nbytes, self._clock() - arrival.fetch.started)
             self._go_on(arrival)
         return left
 
@@ -234,9 +240,9 @@ class Checkpoints:
 
     @property
     def _token_seconds(self) -> float:
-        """Seconds that a token of a prompt takes; 0 while nothing was read."""
+        """Seconds that a token of a prompt takes, in this engine or those before; 0 while none has read any."""
         if self._tokens_read < LEAST:
-            return 0.0
+            return self._tier.paces.token_seconds if self._tier else 0.0
         return self._snapshot.step_seconds.get("prefill", 0.0) / self._tokens_read
 
     def _of_batch(self, batch: Batch, row: Row) -> CacheSource:
@@ -315,7 +321,7 @@ class Checkpoints:
         if arrival is not None:
             arrival.fetch.give_up()
 
-    # ------------------------------------------------------------ what is told
+    # ------------------------------------------------------------ figures
     def report(self) -> None:
         """Put the figures into the snapshot, now and then."""
         tier = self._tier
@@ -323,6 +329,7 @@ class Checkpoints:
         if tier is None or now - self._reported < REPORT_SECONDS:
             return
         self._reported = now
+        self._note_prefill(tier)
         counts = tier.store.counts
         snapshot = self._snapshot
         snapshot.kv_disk_files = tier.store.files
@@ -334,6 +341,18 @@ class Checkpoints:
         snapshot.kv_disk_evicted = counts.evicted
         snapshot.kv_disk_skipped = dict(counts.skipped)
         snapshot.kv_disk_checkpoint_age = self._age(now)
+
+    def _note_reading(self, size: int, seconds: float) -> None:
+        if tier := self._tier:
+            tier.paces.note_reading(size, seconds)
+
+    def _note_prefill(self, tier: Tier) -> None:
+        tokens, seconds = self._noted
+        read = self._tokens_read - tokens
+        if read >= LEAST:
+            now = self._snapshot.step_seconds.get("prefill", 0.0)
+            tier.paces.note_prefill(read, now - seconds)
+            self._noted = (self._tokens_read, now)
 
     def _age(self, now: float) -> float | None:
         """Seconds since the oldest checkpoint of a live row was made; None without a row that is worth one."""

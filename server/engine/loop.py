@@ -42,18 +42,19 @@ from server.engine.pressure_response import PressureResponse
 from server.engine.recovery import DeviceWedge, Recovery
 from server.engine.runner import Runner
 from server.engine.state import EngineState
-from server.engine.trial_results import TrialResults
 from server.faults import Faults
 from server.ipc.messages import Cancel, Command, Drain, End, Reclaim, Start, Submit
+from server.ipc.probe import Probe
 from server.ipc.sequence import TokenSequence
 from server.ipc.snapshot import Snapshot
 from server.kv_store.opening import Opening, opened
 from server.memory.pressure import PressureAction, Verb
 from server.memory.residency import Residency, device_memory
+from server.model_files.trial_results import TrialResults
 from server.settings import Settings
 
 IDLE_SECONDS = 1.0
-WAIT_SECONDS = 0.005  # between two looks at grammars being compiled while there is nothing else to do
+WAIT_SECONDS = 0.05  # between two looks while all rows wait for a grammar or the disk, which wake the loop
 BUDGET_SHARE = 0.4  # of prefill_stall_ms that one iteration's chunks aim at; the rest is room for a slow chunk
 ALONE_SECONDS = 1.0  # an iteration's chunks while no row decodes: commands are heeded in between
 PREFIX_SHARE = 0.5  # of the room beside the weights that kept prefixes may fill: they alone never mean pressure
@@ -124,12 +125,12 @@ class Loop:
         self.runner = Runner(executor, self.rows, watch, heartbeat, snapshot, faults, residency)
         self._outbox = Outbox(channel, start.epoch, snapshot, watch)
         self._checkpoints = Checkpoints(
-            loaded.model, executor.batches, self._prefill, prefix, heartbeat, snapshot, opening
+            loaded.model, executor.batches, self._prefill, prefix, heartbeat, snapshot, opening, channel.wake
         )
         executor.marks = self._checkpoints
         grammars = grammars or Grammars(Future())
         grammars.rows = self._vocabulary
-        self.pending_grammars = PendingGrammars(grammars)
+        self.pending_grammars = PendingGrammars(grammars, channel.wake)
         self._recovery = Recovery(self.rows, self.runner, self._groups, self._prefill, self.pending_grammars)
         self.engine_state = EngineState(executor, self._groups, self._prefill, loaded, snapshot)
         self._pressure_response = PressureResponse(
@@ -400,8 +401,8 @@ def open_loop(
     cudnn_shapes.avoid()
     attention.install()
     here = f"{device.name()} {device_memory()}"
-    opening = opened(settings, faults.spec, Path(start.model_path))  # reads the weights' hash while they are loaded
-    trials = TrialResults(cache_folder(settings.cache_dir) / TRIALS, here, model.TRIED_OUT_BY)
+    opening = opened(settings, faults.spec, Path(start.model_path), here)  # hashes the weights while they are loaded
+    trials = TrialResults(Probe, cache_folder(settings.cache_dir) / TRIALS, here, model.TRIED_OUT_BY)
     loaded = model.load(
         Path(start.model_path),
         trust_remote_code=settings.trust_remote_code,

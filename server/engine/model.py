@@ -25,11 +25,11 @@ from server import cache_guard
 from server.cache_guard import cache_arrays, parts, pinned_bytes
 from server.compute import merged_caches as together
 from server.compute.merged_caches import merged, read_together, taken_apart
-from server.engine.trial_results import TrialResults
 from server.errors import StartupError, one_line
 from server.ipc.messages import LOADING
 from server.ipc.probe import GROWTH, LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.model_files import model_config
+from server.model_files.trial_results import TrialResults
 from server.model_files.weights import only_weights
 
 log = logging.getLogger("marathon.engine")
@@ -86,7 +86,7 @@ def load(
     trust_remote_code: bool,
     probe: Probe | None,
     on_stage: Callable[[str], None],
-    trials: TrialResults | None = None,
+    trials: TrialResults[Probe] | None = None,
 ) -> LoadedModel:
     """Load the model in the folder `path`, and try it out unless an earlier engine's `probe`, or a trial that was kept,
     tells how it behaves.
@@ -111,7 +111,7 @@ def load(
 
 
 def _known_or_tried(
-    path: Path, model: nn.Module, weights: int, on_stage: Callable[[str], None], trials: TrialResults | None
+    path: Path, model: nn.Module, weights: int, on_stage: Callable[[str], None], trials: TrialResults[Probe] | None
 ) -> Probe:
     known = None
     if trials:

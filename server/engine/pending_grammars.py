@@ -6,6 +6,7 @@ whether something is done and never waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from server.compute.rows import Row
@@ -17,7 +18,9 @@ COMPILE_SECONDS = 20.0
 class PendingGrammars:
     """The rows that wait for their grammar. Owned by the loop."""
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: Grammars, wake: Callable[[], None] = lambda: None) -> None:
+        """`wake` is called in the side thread when a grammar is done."""
+        self._wake = wake
         self._grammars = grammars
         self._futures: dict[int, tuple[Row, Future[Matcher]]] = {}
         self._is_reported = False  # a grammar can't be compiled, and the server knows
@@ -31,7 +34,9 @@ class PendingGrammars:
         """Compile the row's grammar, if it has one, and replay what was generated."""
         if row.sequence.grammar is not None:
             generated = row.tokens[len(row.sequence.prompt) :]
-            self._futures[row.seq] = row, self._grammars.compile(row.sequence, generated)
+            future = self._grammars.compile(row.sequence, generated)
+            self._futures[row.seq] = row, future
+            future.add_done_callback(lambda _: self._wake())
 
     def cancel(self, seq: int) -> None:
         """The row has gone; one that has no grammar is no fault."""

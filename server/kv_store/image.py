@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from server.kv_store.files.record import ITEM_BYTES, DamagedFile, Head, PartHead, Tensor
-from server.kv_store.layout import Layout, LeafLayout, PartLayout, Tree
+from server.kv_store.layout import Layout, PartLayout, Tree
 
 Bytes = np.ndarray[Any, Any]  # uint8
 
@@ -75,9 +75,9 @@ class Assembly:
         if len(part.tensors) != len(layout.leaves):
             raise DamagedFile("layout", f"cache {part.part} has {len(part.tensors)} arrays")
         for leaf, tensor, view, whole in zip(layout.leaves, part.tensors, data, image.data, strict=True):
-            if tensor != _tensor(leaf, head.end - head.start):
+            if tensor != leaf.tensor(head.end - head.start):
                 raise DamagedFile("layout", f"an array of cache {part.part} has another form")
-            target = _shaped(whole, _tensor(leaf, self._length))
+            target = _shaped(whole, leaf.with_room(self._length))
             before = (slice(None),) * leaf.axis
             wanted = min(head.end, self._length) - head.start
             target[(*before, slice(head.start, head.start + wanted))] = _shaped(view, tensor)[(*before, slice(wanted))]
@@ -90,16 +90,10 @@ class Assembly:
         return Image(self._length, tuple(whole))
 
 
-def _tensor(leaf: LeafLayout, positions: int) -> Tensor:
-    shape = list(leaf.shape)
-    shape[leaf.axis] = positions
-    return Tensor(leaf.dtype, tuple(shape))
-
-
 def _empty(part: PartLayout, length: int) -> PartImage:
     if part.tree is None:
         raise DamagedFile("layout", "a cache of constant size is in no state")
-    tensors = tuple(_tensor(leaf, length) for leaf in part.leaves)
+    tensors = tuple(leaf.with_room(length) for leaf in part.leaves)
     return PartImage(part.tree, tensors, tuple(_room(tensor.nbytes) for tensor in tensors))
 
 

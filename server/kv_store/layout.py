@@ -24,12 +24,27 @@ Path = tuple[str | int, ...]  # names of attributes and keys, places in sequence
 
 @dataclass(frozen=True, slots=True)
 class LeafLayout:
-    """One array of a cache that grows: where it sits, and its form but for the size of `axis`."""
+    """One array of a cache that grows: where it sits, and its form but for the size of `axis`.
+
+    Attributes:
+        step: positions by which it is made longer when it is full; 1 if it never has room to spare.
+    """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     axis: int
+    step: int = 1
+
+    def tensor(self, positions: int) -> Tensor:
+        """Its form with so many positions."""
+        shape = list(self.shape)
+        shape[self.axis] = positions
+        return Tensor(self.dtype, tuple(shape))
+
+    def with_room(self, positions: int) -> Tensor:
+        """The same with room for one more, so that the next token doesn't begin with a copy of all."""
+        return self.tensor(-(-(positions + self.step - 1) // self.step) * self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +71,7 @@ class PartLayout:
     @property
     def position_bytes(self) -> int:
         """Bytes that a position takes."""
-        return sum(_position_bytes(leaf) for leaf in self.leaves)
+        return sum(leaf.tensor(1).nbytes for leaf in self.leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +100,3 @@ def _form(leaf: LeafLayout) -> list[Any]:
     shape = list(leaf.shape)
     shape[leaf.axis] = -1
     return [leaf.path, leaf.dtype, shape]
-
-
-def _position_bytes(leaf: LeafLayout) -> int:
-    shape = list(leaf.shape)
-    shape[leaf.axis] = 1
-    return Tensor(leaf.dtype, tuple(shape)).nbytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.compute.rows import Model
-from server.config.cache_folder import KEPT_KV, cache_folder
+from server.config.cache_folder import KEPT_KV, TRIALS, cache_folder
 from server.errors import StartupError, one_line
 from server.faults import Spec
 from server.kv_store import trial
@@ -24,16 +24,20 @@ from server.kv_store.files.folder import FolderLock
 from server.kv_store.files.keys import digest
 from server.kv_store.keeper import Keeper
 from server.kv_store.layout import Layout
+from server.kv_store.paces import Paces
 from server.kv_store.reader import KVReader
 from server.kv_store.store import Disk, Store
 from server.kv_store.writer import KVWriter
 from server.model_files.fingerprint import cache_fingerprint
+from server.model_files.trial_results import TrialResults
 from server.settings import Settings
 
 LOCK_SECONDS = 3.0  # in which an engine that has just been killed is gone
 OPEN_SECONDS = 5.0  # that an engine with its model loaded waits for the store; it opens later where that is too short
 CLOSE_SECONDS = 1.5  # for what is queued when an engine leaves; the server kills it soon after
 HASHES = "models.json"  # of models' files
+
+TRIED_OUT_BY = [Path(__file__).with_name(name) for name in ("trial.py", "layout.py", "trees.py")]
 
 log = logging.getLogger("marathon.engine")
 
@@ -57,9 +61,11 @@ class Tier:
     reader: KVReader
     writer: KVWriter
     layout: Layout
+    paces: Paces
 
     def close(self) -> None:
         """Write what is queued, within a moment, and end the threads."""
+        self.paces.save(at_once=True)
         self.reader.close()
         self.writer.close(CLOSE_SECONDS)
 
@@ -67,10 +73,11 @@ class Tier:
 class Opening:
     """A store that is being opened."""
 
-    def __init__(self, place: Place, model: Path) -> None:
-        """`model`: its folder."""
+    def __init__(self, place: Place, model: Path, trials: TrialResults[Layout] | None) -> None:
+        """`model`: its folder; `trials`: where layouts are kept that were learned once."""
         self._place = place
         self._model = model
+        self._trials = trials
         self._lock = FolderLock(place.home)
         self._layout: Layout | None = None
         self._learned = threading.Event()
@@ -87,11 +94,20 @@ class Opening:
         """Learn how the loaded model's caches are laid out, and wait a moment for the store. `batches`: whether its
         rows may be merged."""
         try:
-            self._layout = trial.learn(model, batches=batches)
+            self._layout = self._known_or_learned(model, batches=batches)
         except Exception as error:  # of the model's own code, too
             log.warning("no KV is kept on disk: %s", one_line(error))
         self._learned.set()
         self._thread.join(OPEN_SECONDS)
+
+    def _known_or_learned(self, model: Model, *, batches: bool) -> Layout:
+        if self._trials is None:
+            return trial.learn(model, batches=batches)
+        layout = self._trials.recall(self._model)
+        if layout is None:
+            layout = trial.learn(model, batches=batches)
+            self._trials.keep(self._model, layout)
+        return layout
 
     def close(self) -> None:
         """Close the store, if it was opened, and free the folder."""
@@ -131,17 +147,22 @@ class Opening:
         folder.prepare(place.home / root.hex())
         folder.note_model(place.home / root.hex(), _shown(self._model))
         store = Store(place.home, root, layout.everything, place.limit, place.disk)
-        writer = KVWriter(store, place.hourly)
-        return Tier(store, Keeper(store, writer, layout), KVReader(store, layout), writer, layout)
+        paces = Paces(place.home / root.hex() / folder.PACES)
+        writer = KVWriter(store, place.hourly, after=paces.save)
+        return Tier(store, Keeper(store, writer, layout), KVReader(store, layout, paces), writer, layout, paces)
 
 
-def opened(settings: Settings, faults: Spec, model: Path) -> Opening | None:
-    """Begin to open the store that the settings ask for; None if they ask for none. `model`: its folder."""
+def opened(settings: Settings, faults: Spec, model: Path, device: str | None = None) -> Opening | None:
+    """Begin to open the store that the settings ask for; None if they ask for none. `model`: its folder; `device`: in
+    words, if what its caches showed on that one may be kept for the next start."""
     if not settings.kv_disk:
         return None
     home = settings.kv_disk_folder or cache_folder(settings.cache_dir) / KEPT_KV
     disk = Disk(faults.slow_disk or None, faults.full_disk)
-    return Opening(Place(home, settings.kv_disk, settings.kv_disk_hourly, disk), model)
+    trials = None
+    if device is not None:
+        trials = TrialResults(Layout, cache_folder(settings.cache_dir) / TRIALS, device, TRIED_OUT_BY)
+    return Opening(Place(home, settings.kv_disk, settings.kv_disk_hourly, disk), model, trials)
 
 
 def _patiently(take: Callable[[], bool]) -> bool:

@@ -7,6 +7,7 @@ and takes what was read; it never waits. A file that can't be used is given up, 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
@@ -16,6 +17,7 @@ from server.kv_store.files.keys import KeyChain
 from server.kv_store.files.record import DamagedFile
 from server.kv_store.image import Assembly, Image
 from server.kv_store.layout import Layout
+from server.kv_store.paces import Paces
 from server.kv_store.store import Store
 
 FILES_AT_ONCE = 4
@@ -28,14 +30,16 @@ log = logging.getLogger("marathon.engine")
 class Fetch:
     """One row's caches on their way from the disk."""
 
-    def __init__(self, chain: KeyChain, limit: int) -> None:
-        """`limit`: tokens that may be taken at the most."""
+    def __init__(self, chain: KeyChain, limit: int, on_done: Callable[[], None]) -> None:
+        """`limit`: tokens that may be taken at the most; `on_done` is called in a thread of the reader's."""
         self.chain = chain
         self.limit = limit
-        self.began = monotonic()
+        self.began = self.started = monotonic()  # asked for; taken up by a thread
+        self.bytes_read = 0
         self.files_read = 0  # rises while it gets on
         self._given_up = False
         self._result: Future[Image | None] = Future()
+        self._on_done = on_done
 
     @property
     def is_done(self) -> bool:
@@ -59,6 +63,7 @@ class Fetch:
 
     def finish(self, image: Image | None) -> None:
         self._result.set_result(image)
+        self._on_done()
 
     @property
     def is_given_up(self) -> bool:
@@ -68,21 +73,22 @@ class Fetch:
 class KVReader:
     """Owned by the engine's main thread."""
 
-    def __init__(self, store: Store, layout: Layout) -> None:
+    def __init__(self, store: Store, layout: Layout, paces: Paces | None = None) -> None:
         self._store = store
         self._layout = layout
+        self._paces = paces or Paces()
         self._rows = ThreadPoolExecutor(ROWS_AT_ONCE, "kv reader")
         self._files = ThreadPoolExecutor(FILES_AT_ONCE, "kv file")
 
-    def fetch(self, tokens: list[int], least: int) -> Fetch | None:
+    def fetch(self, tokens: list[int], least: int, on_done: Callable[[], None] = lambda: None) -> Fetch | None:
         """Begin to read what is kept of `tokens`, all but the last at the most; None if that isn't more than `least`
-        tokens."""
+        tokens, or if a prefill of those beyond takes less time."""
         chain = KeyChain(self._store.root, list(tokens))
         limit = len(tokens) - 1
         route = self._store.find(chain, limit)
-        if route is None or route.length <= least:
+        if route is None or route.length <= least or self._paces.prefers_prefill(route.length - least, route.size):
             return None
-        fetch = Fetch(chain, limit)
+        fetch = Fetch(chain, limit, on_done)
         self._rows.submit(self._run, fetch, route)
         return fetch
 
@@ -94,6 +100,7 @@ class KVReader:
     # ------------------------------------------------------------ its own threads
     def _run(self, fetch: Fetch, route: Route | None) -> None:
         image = None
+        fetch.started = monotonic()
         try:
             for _ in range(MOST_TRIES):
                 if route is None or fetch.is_given_up:
@@ -129,6 +136,7 @@ class KVReader:
             self._store.discard(entry, _damage(error))
             return False
         fetch.files_read += 1
+        fetch.bytes_read += entry.size
         return True
 
 

@@ -51,23 +51,26 @@ def _part(short: Any, long: Any) -> PartLayout:
     tree_short, leaves = dismantle(short)
     tree_long, later = dismantle(long)
     tree = with_lengths(tree_short, tree_long, (_SHORT + 1, _LONG + 1))
-    grown = _leaves(leaves, later)
+    turns = any(getattr(short, name, None) for name in _WINDOWS)
+    grown = _leaves(leaves, later, turns=turns)
     kind = type(short).__name__
     constant = tuple((_name(array), array.shape) for array in leaves.arrays)
     if tree is None or grown is None:
         return PartLayout(kind, constant=constant)
-    turns = any(getattr(short, name, None) for name in _WINDOWS)
     return PartLayout(kind, tree, grown, constant, turns)
 
 
-def _leaves(short: Leaves, long: Leaves) -> tuple[LeafLayout, ...] | None:
+def _leaves(short: Leaves, long: Leaves, *, turns: bool) -> tuple[LeafLayout, ...] | None:
     """The arrays of a cache that grows; None if one of them doesn't, or along two axes."""
     found = []
     for path, before, after in zip(short.paths, short.arrays, long.arrays, strict=False):
         axes = [i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=False)) if a != b]
         if len(axes) != 1 or before.ndim != after.ndim or before.dtype != after.dtype:
             return None
-        found.append(LeafLayout(path, _name(before), before.shape, axes[0]))
+        step = 1
+        if before.shape[axes[0]] > _SHORT + 1 and not turns:  # a window that turns has no more room than its size
+            step = before.shape[axes[0]]
+        found.append(LeafLayout(path, _name(before), before.shape, axes[0], step))
     return tuple(found)
 
 

@@ -71,8 +71,16 @@ class QueuedFile:
 class KVWriter:
     """Owned by the engine's main thread, which offers and closes."""
 
-    def __init__(self, store: Store, hourly: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        hourly: int,
+        clock: Callable[[], float] = time.monotonic,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`after` is called in the writer's thread behind each file."""
         self._store = store
+        self._after = after
         self._clock = clock
         self._allowance = Allowance(hourly, clock)
         self._waiting: deque[tuple[Entry, QueuedFile]] = deque()
@@ -133,6 +141,7 @@ class KVWriter:
                     return
                 entry, record = self._waiting.popleft()
             self._write(entry, record)
+            self._after()
             with self._changed:
                 self._queued -= record.size
                 self._changed.notify_all()

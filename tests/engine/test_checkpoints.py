@@ -12,6 +12,7 @@ from server.engine import checkpoints
 from server.engine.checkpoints import INTERVAL, LEAST
 from server.faults import parse
 from server.ipc.messages import Cancel, Drain
+from server.kv_store import trial
 from server.kv_store.files import folder
 from server.kv_store.opening import opened
 from server.memory.pressure import PressureAction, Verb
@@ -251,6 +252,49 @@ def test_scored_prompts_are_read_whole(tiny, tmp_path):
         one.submit(row(2, tokens, max_tokens=3, prompt_logprobs=True, logprobs=1))
         finish(one)
         assert len(one.started[2].prompt_logprobs) == len(tokens) - 1
+
+
+def test_a_prompt_that_is_read_sooner_than_its_caches_is_not_fetched(tiny, tmp_path):
+    tokens = prompt(2 * LEAST)
+    tokens = tokens + _saved(tiny, tmp_path, tokens) + [5]
+    with engine(tiny, tmp_path) as one:
+        one.opening.tier.paces.note_prefill(10**9, 1e-9)
+        one.submit(row(2, tokens, max_tokens=3))
+        finish(one)
+        assert one.started[2].reused == 0
+    assert one.tokens[2] == Rig("llama").alone(row(0, tokens, max_tokens=3))[0]
+
+
+def test_an_engine_knows_how_fast_the_one_before_it_read(tiny, tmp_path):
+    with engine(tiny, tmp_path) as first:
+        for seq in (1, 2):
+            first.submit(row(seq, prompt(4 * LEAST, seq), max_tokens=1))
+        finish(first)
+        first.loop._checkpoints._reported = 0.0
+        first.turn()
+        seen = first.opening.tier.paces.token_seconds
+        assert seen > 0
+    with engine(tiny, tmp_path) as later:
+        assert later.opening.tier.paces.token_seconds == seen
+
+
+def test_how_a_models_caches_behave_is_learned_once(tiny, tmp_path, monkeypatch):
+    asked = load({"kv_disk": "1GiB", "kv_disk_folder": str(tmp_path / "kv"), "cache_dir": str(tmp_path / "cache")})
+    learned = []
+    for family in FAMILIES:
+        learned.append(_learned(asked, tiny(family), family))
+    monkeypatch.setattr(trial, "learn", lambda *_, **__: 1 // 0)
+    assert [_learned(asked, tiny(family), family) for family in FAMILIES] == learned
+
+
+def _learned(asked, folder, family):
+    """The digest that the caches of a model have in its files, and how they are laid out."""
+    opening = opened(asked, parse(""), folder, "a device")
+    opening.learn(model(family), batches=True)
+    tier = opening.tier
+    opening.close()
+    assert tier is not None
+    return tier.layout.digest(), tier.layout
 
 
 # ---------------------------------------------------------------- the disk

@@ -5,7 +5,7 @@ import itertools
 import logging
 import random
 import threading
-from types import SimpleNamespace
+from concurrent.futures import Future
 
 import mlx.core as mx
 import pytest
@@ -355,7 +355,7 @@ class Never:
     """Grammars that are still being compiled."""
 
     def __init__(self):
-        self.future = SimpleNamespace(done=lambda: False, cancel=lambda: None)
+        self.future = Future()
 
     def compile(self, sequence, generated):
         return self.future

@@ -108,6 +108,9 @@ class Engine:
     def receive(self, timeout):
         return self.inbox.pop(0) if self.inbox else None
 
+    def wake(self):
+        pass
+
     def received(self):
         while self.inbox:
             yield self.inbox.pop(0)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from driving import Rig, prompt, row
 from keeping import kept
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from server.cache_guard import cache_arrays, own_bytes, pinned_bytes
+from server.cache_guard import cache_arrays, own_bytes, parts, pinned_bytes
 from server.kv_store.files import folder
 from server.kv_store.files.keys import BLOCK, KeyChain
 from server.kv_store.keeper import spans
@@ -85,6 +85,26 @@ def test_restored_caches_have_the_buffers_of_a_row_and_no_more(tmp_path):
     assert pinned_bytes(cache_arrays(caches)) <= 1.1 * own_bytes(caches)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 40])
+def test_the_first_token_of_a_restored_row_copies_no_array_that_grows_in_steps(family, length, tmp_path):
+    rig = Rig(family)
+    tokens = prompt(length)
+    with kept(rig.raw, tmp_path) as disk:
+        disk.save(tokens, reading(rig.raw, tokens))
+        disk.flush()
+        caches, found = disk.read([*tokens, 1])
+    assert found == length
+    before = _sizes(caches)
+    next_logits(rig.raw, caches)
+    assert _sizes(caches) == before
+
+
+def _sizes(caches):
+    """Bytes of the caches that mlx-lm makes longer by steps."""
+    return [part.nbytes for part in parts(caches) if type(part) is KVCache]
+
+
 def test_quantised_caches_and_half_precision_come_back_bit_for_bit(tmp_path):
     class Quantised:
         """A llama whose caches are quantised, in bfloat16."""
@@ -122,7 +142,7 @@ def test_bfloat16_survives(tmp_path):
         found, length = disk.read([*tokens, 1])
     for a, b in zip(caches, found, strict=True):
         assert b.keys.dtype == mx.bfloat16
-        assert mx.array_equal(a.keys[..., :length, :], b.keys).item()
+        assert mx.array_equal(a.keys[..., :length, :], b.keys[..., :length, :]).item()
 
 
 class Halved:

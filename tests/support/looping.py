@@ -29,6 +29,9 @@ class FakeChannel:
         self.waits.append(timeout)
         return self.inbox.pop(0) if self.inbox else None
 
+    def wake(self):
+        pass
+
     def received(self):
         while self.inbox:
             yield self.inbox.pop(0)

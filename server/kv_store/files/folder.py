@@ -5,6 +5,7 @@ clears. Only the holder of the lock writes, and the system frees it with its pro
 
     FOLDER/lock
     FOLDER/<root>/model.json       which model, in words
+    FOLDER/<root>/paces.json       how fast its caches and its prompts are read
     FOLDER/<root>/<name>.kv        pieces and states, as `record` has them
 """
 
@@ -25,6 +26,7 @@ from server.kv_store.files.record import Kind
 SUFFIX = ".kv"
 LOCK = "lock"
 ABOUT = "model.json"
+PACES = "paces.json"
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
@@ -221,7 +223,8 @@ def clear(folder: Path) -> int:
         size += found.size
     sweep(folder)
     for model in _models(folder):
-        (model / ABOUT).unlink(missing_ok=True)
+        for name in (ABOUT, PACES):
+            (model / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # something else lies there
             model.rmdir()
     return size

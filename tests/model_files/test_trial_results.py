@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from server.engine import model, trial_results
-from server.engine.trial_results import TrialResults
+from server.engine import model
 from server.ipc.probe import LayerCost, Probe
+from server.model_files import trial_results
+from server.model_files.trial_results import TrialResults
 
 PROBE = Probe(2048, "batched", [LayerCost(1, 2, 256, 512)], 7, 10**9, "padded")
 
@@ -24,10 +25,10 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def opened(tmp_path: Path, device: str = "GPU 8", code: str = "one") -> TrialResults:
+def opened(tmp_path: Path, device: str = "GPU 8", code: str = "one") -> TrialResults[Probe]:
     file = tmp_path / "code.py"
     file.write_text(code)
-    return TrialResults(tmp_path / "kept", device, [file])
+    return TrialResults(Probe, tmp_path / "kept", device, [file])
 
 
 def test_it_is_known_to_the_next_start(tmp_path, folder):

@@ -1,8 +1,8 @@
 """What models showed when they were tried out, kept on disk, so that a restart doesn't try them out again.
 
-Owns those files, one a model as it lies in its folder, this version of the trial, of MLX and of mlx-lm, and this
-device. Runs in the engine process's main thread, before the loop. A file that can't be read or written is no fault: the
-model is tried out then.
+Owns those files, one a trial of a model as it lies in its folder, this version of the trial, of MLX and of mlx-lm, and
+this device. Runs in the engine process's main thread, before the loop. A file that can't be read or written is no
+fault: the model is tried out then.
 """
 
 from __future__ import annotations
@@ -15,44 +15,57 @@ import platform
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
-from server.ipc.probe import Probe
-
-KEPT = 64  # files, the newest
+KEPT = 128  # files, the newest
 _PACKAGES = ("mlx", "mlx-lm")
+
+Result = TypeVar("Result")
 
 log = logging.getLogger("marathon.engine")
 
 
-class TrialResults:
-    """The results in one folder.
+class TrialResults(Generic[Result]):
+    """The results of one kind of trial in one folder.
 
     Args:
+        kind: the class of a result; msgspec writes and reads it.
         device: in words, with its memory; what a model showed on another isn't asked for.
         code: the modules that try models out; with others the trial is made again.
     """
 
-    def __init__(self, folder: Path, device: str, code: Iterable[Path]) -> None:
+    def __init__(self, kind: type[Result], folder: Path, device: str, code: Iterable[Path]) -> None:
+        self._kind = kind
         self._folder = folder
-        self._around = [device, platform.machine(), str(os.cpu_count()), *(f"{p} {version(p)}" for p in _PACKAGES)]
+        self._around = [
+            kind.__name__,
+            device,
+            platform.machine(),
+            str(os.cpu_count()),
+            *(f"{p} {version(p)}" for p in _PACKAGES),
+        ]
         self._around += [hashlib.sha256(path.read_bytes()).hexdigest() for path in code]
 
-    def recall(self, model: Path) -> Probe | None:
+    def recall(self, model: Path) -> Result | None:
         """What the model in the folder `model` showed; None if it wasn't tried out here as it is now."""
         try:
-            return msgspec.json.decode(self._file(model).read_bytes(), type=Probe)
+            return msgspec.json.decode(self._file(model).read_bytes(), type=self._kind)
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def keep(self, model: Path, probe: Probe) -> None:
-        """For the next start."""
+    def keep(self, model: Path, result: Result) -> None:
+        """For the next start. A result that wouldn't come back as it is isn't kept."""
+        encoded = msgspec.json.encode(result)
+        if msgspec.json.decode(encoded, type=self._kind) != result:
+            log.debug("what the model showed can't be written down")
+            return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = self._file(model)
             beside = file.with_suffix(f".{os.getpid()}")
-            beside.write_bytes(msgspec.json.encode(probe))
+            beside.write_bytes(encoded)
             os.replace(beside, file)
             self._drop_oldest()
         except OSError as error:
