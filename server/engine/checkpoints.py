@@ -24,11 +24,12 @@ from server.compute.rows import Model, Row
 from server.engine.plan import Operation, Read
 from server.engine.prefill import Prefill
 from server.engine.prefix_cache import PrefixCache
+from server.errors import one_line
 from server.ipc.snapshot import Snapshot
 from server.kv_store.copies import CacheSource, put_back
 from server.kv_store.keeper import RowProgress, SaveResult
 from server.kv_store.opening import Opening, Tier
-from server.kv_store.reader import Fetch
+from server.kv_store.reader import ROWS_AT_ONCE, Fetch
 
 INTERVAL = 64  # tokens between two checkpoints of a row: as many as a death may cost
 LONGEST_INTERVAL = 4096  # where the disk can't take them
@@ -41,7 +42,7 @@ AT_ONCE = 0.008  # seconds that one row's checkpoint may take, as far as its pie
 AT_END = 0.05  # seconds for a row that leaves: there is no later turn
 LOOK_EVERY = 8  # iterations between two looks at how far rows have come
 REPORT_SECONDS = 0.5
-UPLOAD_BYTES = 64 << 20  # that one iteration gives to MLX
+UPLOAD_BYTES = 64 << 20  # that one iteration allocates of MLX or gives to it
 POSITION_BYTES = 4096  # assumed of a model without any cache that grows
 SPEED = 2e9  # bytes a second of copies, until they are measured
 SLOW = 3.0  # times what a prefill would take that a reading from the disk may take
@@ -127,9 +128,12 @@ class Checkpoints:
         now = self._clock()
         self._live[row.seq] = LiveRow(tier.keeper.begin(row.tokens), 0, 0, now)
         fetch = tier.reader.fetch(row.tokens, self._prefix.reach(row.tokens) + LEAST // 2, self._wake)
-        if fetch is not None:
-            row.is_fetching = True
-            self._arrivals[row.seq] = AwaitedRow(row, fetch)
+        if fetch is None:
+            return
+        row.is_fetching = True
+        self._arrivals[row.seq] = AwaitedRow(row, fetch)
+        if len(self._arrivals) <= ROWS_AT_ONCE:
+            self._allocate(fetch, UPLOAD_BYTES)
 
     def arrive(self) -> None:
         """Give to MLX what was read from the disk; rows whose caches are complete may go on."""
@@ -140,9 +144,14 @@ class Checkpoints:
             if arrival.fetch.is_done:
                 left = self._fill(arrival, left)
             else:
-                self._watch(arrival)
+                left -= self._watch(arrival, left)
 
-    def _watch(self, arrival: AwaitedRow) -> None:
+    def _watch(self, arrival: AwaitedRow, left: int) -> int:
+        """Look how a reading gets on; returns the bytes that were allocated for it, `left` at the most."""
+        allocated = 0
+        if arrival.fetch.is_started and not arrival.fetch.destination.is_settled:  # one that waits needs no memory yet
+            allocated = self._allocate(arrival.fetch, max(1, left))
+            self._wake()
         if arrival.fetch.files_read > arrival.seen:
             arrival.seen = arrival.fetch.files_read
             self._heartbeat.beat()
@@ -153,6 +162,16 @@ class Checkpoints:
             self._note_reading(arrival.fetch.bytes_read, now - arrival.fetch.started)
             log.warning("KV of sequence %d is read by prefill: the disk is too slow", arrival.row.seq)
             self._go_on(arrival)
+        return allocated
+
+    def _allocate(self, fetch: Fetch, most: int) -> int:
+        """Returns the bytes that were allocated, about `most`; where there is no room the row is read by prefill."""
+        try:
+            return fetch.destination.allocate(most)
+        except RuntimeError as error:
+            log.warning("there is no memory for kept KV: %s", one_line(error))
+            fetch.give_up()
+            return 0
 
     def _fill(self, arrival: AwaitedRow, left: int) -> int:
         """Upload what `left` bytes have room for; returns what is left of them."""
@@ -164,9 +183,9 @@ class Checkpoints:
             arrival.fresh = make_prompt_cache(self._model)
         first = arrival.filled
         while arrival.filled < len(image.parts) and left > 0:
-            left -= sum(data.nbytes for data in image.parts[arrival.filled].data)
+            left -= image.parts[arrival.filled].upload_bytes
             arrival.filled += 1
-        put_back(image, arrival.fresh, first, arrival.filled)
+        put_back(arrival.fetch.destination, image, arrival.fresh, first, arrival.filled)
         self._heartbeat.beat()
         if arrival.filled == len(image.parts):
             arrival.row.restored = (arrival.fresh, image.length)

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from server.cache_guard import Caches, parts
+from server.kv_store.destination import Destination
 from server.kv_store.files.record import PartHead, Tensor
 from server.kv_store.image import Image, PartImage
 from server.kv_store.layout import Layout, LeafLayout, PartLayout, Tree
@@ -145,9 +146,14 @@ def _flat(array: mx.array) -> mx.array:
 
 
 # ---------------------------------------------------------------- back
-def restored(part: PartImage, fresh: Any, length: int) -> Any:
-    """Fill a fresh cache with what was read for it, evaluated. Raises UnknownCache if it doesn't take that."""
-    arrays = [_array(tensor, data) for tensor, data in zip(part.tensors, part.data, strict=True)]
+def restored(part: PartImage, fresh: Any, length: int, own: Sequence[mx.array] = ()) -> Any:
+    """Fill a fresh cache with what was read for it, evaluated; `own`: the arrays whose memory it was read to, as
+    unsigned numbers. Raises UnknownCache if it doesn't take that."""
+    if part.is_in_place:
+        pairs = zip(part.tensors, own, strict=True)
+        arrays = [mx.view(array, getattr(mx, tensor.dtype)).reshape(tensor.shape) for tensor, array in pairs]
+    else:
+        arrays = [_array(tensor, data) for tensor, data in zip(part.tensors, part.data, strict=True)]
     mx.eval(arrays)
     return rebuilt(part.tree, fresh, arrays, length)
 
@@ -162,7 +168,12 @@ def _array(tensor: Tensor, data: np.ndarray[Any, Any]) -> mx.array:
     return mx.view(flat, dtype).reshape(tensor.shape)
 
 
-def put_back(image: Image, fresh: Caches, first: int = 0, last: int | None = None) -> None:
-    """Fill the fresh caches from `first` to `last`, those inside a list of caches counted one by one."""
-    for part, own in list(zip(image.parts, parts(fresh), strict=True))[first:last]:
-        restored(part, own, image.length)
+def put_back(destination: Destination, image: Image, fresh: Caches, first: int = 0, last: int | None = None) -> None:
+    """Fill the fresh caches from `first` to `last`, those inside a list of caches counted one by one, with what was
+    read, partly into `destination`."""
+    places = list(enumerate(zip(image.parts, parts(fresh), strict=True)))
+    for place, (part, own) in places[first:last]:
+        arrays: list[mx.array] = []
+        if part.is_in_place:
+            arrays = destination.take(place)
+        restored(part, own, image.length, arrays)

@@ -111,12 +111,12 @@ class Store:
             with contextlib.suppress(OSError):
                 os.utime(entry.path, (now, now))
 
-    def read(self, entry: Entry, tokens: list[int]) -> tuple[Head, list[memoryview]]:
-        """Read a file that is to stand for a prefix of `tokens`; returns its head and each array's bytes. Raises
-        DamagedFile if it can't be used."""
+    def read(self, entry: Entry, tokens: list[int], memory: memoryview) -> tuple[Head, list[memoryview]]:
+        """Read a file that is to stand for a prefix of `tokens`; returns its head and each array's bytes, in `memory`,
+        which has the file's size. Raises DamagedFile if it can't be used."""
         began = time.perf_counter()
         try:
-            raw = _contents(entry.path, entry.size)
+            raw = _contents(entry.path, memory)
         except FileNotFoundError:
             raise DamagedFile("missing") from None
         except OSError as error:
@@ -230,15 +230,18 @@ class Store:
                 entry.path.unlink(missing_ok=True)
 
 
-def _contents(path: Path, size: int) -> bytes:
-    """Read a regular file of `size` bytes. Raises OSError, and DamagedFile for one that isn't as it was: something else
-    in its place may be endless, or never open."""
+def _contents(path: Path, memory: memoryview) -> memoryview:
+    """Read a regular file of the size of `memory` into it. Raises OSError, and DamagedFile for one that has changed:
+    something else in its place may be endless, or never open."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(file, "rb") as stream:
+    with open(file, "rb", buffering=0) as stream:
         found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
-            raise DamagedFile("format", f"{found.st_size} bytes in the place of {size}")
-        return stream.read(size)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != len(memory):
+            raise DamagedFile("format", f"{found.st_size} bytes in the place of {len(memory)}")
+        done = 0
+        while done < len(memory) and (read := stream.readinto(memory[done:])):
+            done += read
+        return memory[:done]
 
 
 def repeated_ids(tokens: list[int], start: int, end: int) -> tuple[int, ...]:

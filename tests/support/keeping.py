@@ -40,11 +40,14 @@ class Kept:
     def read(self, tokens, least=0):
         """(caches, tokens that they hold), or None."""
         fetch = self.reader.fetch(tokens, least)
-        image = fetch and fetch.wait(PATIENCE)
+        if fetch is None:
+            return None
+        fetch.destination.allocate(AMPLE)
+        image = fetch.wait(PATIENCE)
         if image is None:
             return None
         caches = make_prompt_cache(self.model)
-        put_back(image, caches)
+        put_back(fetch.destination, image, caches)
         return caches, image.length
 
     def close(self):
