@@ -1,10 +1,11 @@
-"""The shipped monitoring in a real Prometheus: `python -m loadtests.monitoring [--seconds 120]`.
+"""The shipped monitoring in a real Prometheus: `python -m loadtests.monitoring [--seconds 120] [--looks NAME …]`.
 
 Serves a tiny model, scrapes it with the shipped configuration, loads it, kills its engine once, and looks at the end
 whether every rule evaluates, which alerts fired, and which panels of the dashboard have no data. Then the same with a
-leak (`--faults leak:…`): the residency alert must fire before the first rotation. Then a long prompt alone, and a
-start that takes a minute and a half, neither of which may fire anything. Needs `prometheus` from `make tools` or an
-installed one. Its exit code is 0 when all of that holds.
+leak (`--faults leak:…`): the residency alert must fire before the first rotation. Then what may fire nothing: prompts
+of mixed lengths that fill the prefix cache of a model with 36 layers and turn it over, under the same limit and
+without the leak; a long prompt alone; a start that takes a minute and a half. Needs `prometheus` from `make tools` or
+an installed one. Its exit code is 0 when all of that holds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +22,7 @@ import tempfile
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -47,6 +47,8 @@ FAMILY = "smollm3"
 LIMIT = 30_000  # live buffers
 AFTER_START_SECONDS = 60  # alerts that wait a minute have fired by then
 LEAK = 3  # live buffers a step
+DEEP = 36  # layers: each kept prompt holds two arrays a layer
+TURNED_OVER = 32  # kept prompts that were given up for newer ones, at the least
 
 
 def prometheus() -> str:
@@ -212,6 +214,31 @@ def with_a_leak(model: Path, folder: Path, seconds: float) -> list[str]:
     return [] if "MarathonLiveBuffersLeak" in fired else ["MarathonLiveBuffersLeak didn't fire"]
 
 
+def a_full_prefix_cache(model: Path, folder: Path, seconds: float) -> list[str]:
+    """Kept prompts of mixed lengths add buffers by the thousand until the prefix cache is full: nothing fires."""
+    options = {"live_buffers": "native", "buffer_limit": LIMIT, "access_log": "off"}
+    deep = write(FAMILY, folder / "deep", layers=DEEP)
+    gone = "sum(marathon_prompt_cache_evictions_total)"
+    with (
+        harness.marathon(deep, folder / "full.log", **options) as server,
+        watched(server, folder / "full") as found,
+        loaded(server, 4, 40),
+    ):
+        deadline = monotonic() + seconds
+        least = monotonic() + seconds / 2
+        while monotonic() < deadline and (monotonic() < least or found.value(gone) < TURNED_OVER):
+            sleep(1)
+        fired = found.fired()
+        evictions = found.value(gone)
+        print(
+            f"fired: {sorted(fired) or 'nothing'}; {found.value('marathon_prompt_cache_entries'):g} prompts kept, "
+            f"{evictions:g} given up, at most {found.value('max_over_time(marathon_live_buffers[1h])'):g} live buffers",
+            flush=True,
+        )
+    problems = [f"{name} fired while the prefix cache filled up" for name in fired]
+    return problems if evictions >= TURNED_OVER else [*problems, "the prefix cache didn't turn over"]
+
+
 def a_long_prompt(model: Path, folder: Path, seconds: float) -> list[str]:
     """A prompt that takes its time, alone: nothing fires."""
     options = {"live_buffers": "native", "access_log": "off"}
@@ -242,24 +269,37 @@ def a_cold_start(model: Path, folder: Path, seconds: float) -> list[str]:
     return problems
 
 
+Look = Callable[[Path, Path, float], list[str]]
+LOOKS: dict[str, tuple[Look, float]] = {  # with the share of --seconds that it takes
+    "load": (under_load, 1.0),
+    "leak": (with_a_leak, 0.5),
+    "prefix-cache": (a_full_prefix_cache, 2.0),
+    "long-prompt": (a_long_prompt, 0.5),
+    "cold-start": (a_cold_start, 0.75),
+}
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--seconds", type=float, default=120, help="of load; the other looks take a half or three quarters of it each"
+        "--seconds", type=float, default=120, help="of load; the other looks take half of it to twice as much"
     )
+    parser.add_argument("--looks", nargs="+", choices=LOOKS, default=list(LOOKS), help="only these; all by default")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    seconds = parse().seconds
-    print(f"this takes about {2.75 * seconds / 60 + 3:.0f} minutes", flush=True)
+    chosen = parse()
+    looks = [LOOKS[name] for name in chosen.looks]
+    minutes = sum(share for _, share in looks) * chosen.seconds / 60
+    print(f"this takes about {minutes + 3:.0f} minutes", flush=True)
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write(FAMILY, folder / "model")
-        for look, share in ((under_load, 1.0), (with_a_leak, 0.5), (a_long_prompt, 0.5), (a_cold_start, 0.75)):
-            print(f"{re.sub('_', ' ', look.__name__)}: {share * seconds:.0f} s", flush=True)
-            problems += look(model, folder, share * seconds)
+        for look, share in looks:
+            print(f"{look.__name__.replace('_', ' ')}: {share * chosen.seconds:.0f} s", flush=True)
+            problems += look(model, folder, share * chosen.seconds)
     for problem in problems:
         print(f"FAIL {problem}", flush=True)
     return 1 if problems else 0

@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import logging
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -33,6 +34,7 @@ from server.serving.startup import Startup, StartupInterrupt
 from server.settings import Settings, http_address
 from server.supervision.supervisor import Supervisor
 from server.telemetry import logs
+from server.telemetry.progress_bar import ProgressBar, is_terminal
 
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep a connection, so that none is closed under a request
 LOOK_SECONDS = 0.2  # between two looks for a first engine, once some have failed to start
@@ -167,6 +169,13 @@ def serve(settings: Settings) -> None:
         _serve(settings)
 
 
+def _bar(form: str) -> ProgressBar | None:
+    """A bar below the log's lines, where these are text in a terminal."""
+    if form == "text" and is_terminal(sys.stderr):
+        return ProgressBar(sys.stderr)
+    return None
+
+
 def _serve(settings: Settings) -> None:
     open_files.raise_limit()
     read_keys(settings)  # a bad file is said before anything is fetched; the application reads it again
@@ -175,7 +184,7 @@ def _serve(settings: Settings) -> None:
     if settings.model is not None:
         at_hand(settings.model)  # so that a mistyped name is one line and no more
     address = http_address(settings.host, sockets[0].getsockname()[1]) + "/v1"
-    with Startup() as startup:
+    with Startup(bar=_bar(settings.log_format)) as startup:
 
         def announce(ready: Ready) -> None:
             startup.finish()

@@ -14,13 +14,13 @@ from typing import Any, TextIO
 import httpx
 
 from server.commands.remote import Remote
+from server.status.verdict import duration
+from server.telemetry.progress_bar import ProgressBar, cells, is_terminal
 
 FIRST_SECONDS = 1.0
 LOOK_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
 NEAR_SECONDS = 2.0  # by which the age of the question's row may differ from the time that has passed here
-CELLS = 24
-CLEAR = "\r\033[K"
 STATES = {
     "waiting": "waiting for room beside other answers",
     "resuming": "the engine ended; the answer goes on in the next one",
@@ -32,13 +32,14 @@ class ReadingBar:
 
     def __init__(self, remote: Remote, aside: TextIO) -> None:
         self._remote = remote
-        self._aside = aside
+        self._is_shown_to_people = is_terminal(aside)
+        self._line = ProgressBar(aside)
         self._over = threading.Event()
         self._shown = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> ReadingBar:
-        if self._aside.isatty():
+        if self._is_shown_to_people:
             self._thread = threading.Thread(target=self._watch, name="reading", daemon=True)
             self._thread.start()
         return self
@@ -70,8 +71,7 @@ class ReadingBar:
 
     def _write(self, text: str) -> None:
         self._shown = bool(text)
-        self._aside.write(CLEAR + text)
-        self._aside.flush()
+        self._line.draw(text)
 
 
 def words(row: dict[str, Any]) -> str:
@@ -79,13 +79,17 @@ def words(row: dict[str, Any]) -> str:
     if row["state"] == "reading" and row["to_read"]:
         done = row["read"] or 0
         total = row["to_read"]
-        return f"reading the prompt {bar(done / total)} {done:,} of {total:,} tokens"
+        return f"reading [{cells(done / total)}] {done:,} of {total:,} tokens{_pace(row)}"
     return STATES.get(row["state"], "")
 
 
-def bar(share: float) -> str:
-    full = round(CELLS * min(1.0, max(0.0, share)))
-    return "█" * full + "░" * (CELLS - full)
+def _pace(row: dict[str, Any]) -> str:
+    """How fast, and how long that will take; empty while it isn't known, or an older server doesn't say."""
+    pace = row.get("read_per_second")
+    left = row.get("read_seconds_left")
+    if not pace or left is None:
+        return ""
+    return f", {pace:,.0f}/s, {duration(left)} left"
 
 
 def _row(client: httpx.Client, seconds: float) -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ def lines(report: Report, *, coloured: bool = False) -> list[str]:
         title(report.verdict, status, coloured=coloured),
         *(f"  {sentence}" for sentence in report.verdict.sentences),
         "",
-        *(f"  {name:18}{words}" for name, words in figures(status)),
+        *(f"  {name:18}{words}" for name, words in (*figures(status), ("log", status.log))),
         *table(status),
     ]
 
@@ -123,9 +123,12 @@ def _cells(row: RowState) -> tuple[str, ...]:
     state = row.state
     if row.read is not None and row.to_read:
         state = f"{state} {row.read / row.to_read:.0%}"
+    if row.read_seconds_left is not None:
+        state = f"{state}, {duration(row.read_seconds_left)} left"
     rate = "-"
-    if row.tokens_per_second is not None:
-        rate = f"{row.tokens_per_second:.1f}"
+    pace = row.tokens_per_second or row.read_per_second
+    if pace is not None:
+        rate = f"{pace:.1f}"
     return (
         str(row.seq),
         row.endpoint,

@@ -17,7 +17,7 @@ from time import monotonic
 
 from server.ipc import framing, messages
 from server.ipc.framing import Frames
-from server.ipc.messages import PROGRESS_SECONDS, Command, Event, Progress
+from server.ipc.messages import PROGRESS_SECONDS, Command, Event, Progress, WeightsRead
 from server.ipc.sequence import TokenTable
 from server.ipc.snapshot import Snapshot
 
@@ -100,6 +100,7 @@ class Heartbeat:
         self._stopped = threading.Event()
         self.count = 0
         self.stage = "starting"
+        self._weights: WeightsRead | None = None
         self._beaten = monotonic()
 
     def start(self) -> None:
@@ -111,6 +112,13 @@ class Heartbeat:
     def enter(self, stage: str) -> None:
         """A stage of loading begins; the server gets it at once."""
         self.stage = stage
+        self._weights = None
+        self.beat()
+        self.report()
+
+    def note_weights(self, done: int, total: int) -> None:
+        """So many bytes of the weights are read; told at once, since a quick load is over within a second."""
+        self._weights = WeightsRead(done, total)
         self.beat()
         self.report()
 
@@ -128,7 +136,7 @@ class Heartbeat:
         snapshot = None
         if self.stage == SERVING:
             snapshot = self._snapshot
-        self._channel.send(Progress(self._epoch, self.count, self.stage, snapshot, still))
+        self._channel.send(Progress(self._epoch, self.count, self.stage, snapshot, still, self._weights))
 
     def _run(self) -> None:
         while not self._stopped.wait(PROGRESS_SECONDS):

@@ -409,6 +409,7 @@ def open_loop(
         probe=start.probe,
         on_stage=heartbeat.enter,
         trials=trials,
+        on_read=heartbeat.note_weights,
     )
     if opening is not None:
         opening.learn(loaded.model, batches=loaded.batches)

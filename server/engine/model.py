@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,8 @@ _PROBE_LENGTH = GROWTH + 1  # one more than a growth step: tells arrays that gro
 _PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one tells more where there is time for it
 _PEAK_SECONDS = 2.0
 TRIED_OUT_BY = [Path(__file__), Path(cache_guard.__file__), Path(together.__file__)]  # what a trial's result depends on
+PARTS = 50  # in which a large model is read; evaluating one costs a wait of a fraction of a millisecond
+LEAST_BYTES = 1 << 26  # of a part of the weights
 NOISE_FACTOR = 16  # how much further two paths may be apart than reading at once and token by token are
 SPREAD_SHARE = 2e-3  # or than this share of the logits' own spread, where those two hardly differ
 
@@ -87,20 +89,21 @@ def load(
     probe: Probe | None,
     on_stage: Callable[[str], None],
     trials: TrialResults[Probe] | None = None,
+    on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
     """Load the model in the folder `path`, and try it out unless an earlier engine's `probe`, or a trial that was kept,
     tells how it behaves.
 
-    `on_stage` hears of each stage begun. Raises StartupError with one sentence when the folder holds no model that
-    mlx-lm can run.
+    `on_stage` hears of each stage begun, `on_read` of the bytes that are read and their total. Raises StartupError with
+    one sentence when the folder holds no model that mlx-lm can run.
     """
     on_stage(LOADING)
     try:
         with only_weights(path) as folder:
-            model, config = load_model(folder, trust_remote_code=trust_remote_code)
+            model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+            weights = read_weights(model, on_read)
     except Exception as error:
         raise StartupError(f"can't load the model in {path}: {one_line(error)}") from error
-    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     if probe is None:
         try:
             probe = _known_or_tried(path, model, weights, on_stage, trials)
@@ -108,6 +111,34 @@ def load(
             raise StartupError(f"the model in {path} loads but doesn't run: {one_line(error)}") from error
         mx.clear_cache()
     return LoadedModel(model, config, model_config.context_of(path), weights, probe)
+
+
+def read_weights(model: nn.Module, on_read: Callable[[int, int], None]) -> int:
+    """Evaluate the weights of a model that was loaded lazily, and return their bytes. `on_read` hears after each part
+    how many bytes are there, and of how many."""
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    total: int = sum(array.nbytes for array in arrays)
+    done = 0
+    for part in _parts(arrays, max(LEAST_BYTES, total // PARTS)):
+        mx.eval(part)
+        done += sum(array.nbytes for array in part)
+        on_read(done, total)
+    return total
+
+
+def _parts(arrays: Iterable[mx.array], size: int) -> Iterator[list[mx.array]]:
+    """Divide arrays into lists of at least `size` bytes; the last one may be smaller."""
+    part: list[mx.array] = []
+    held = 0
+    for array in arrays:
+        part.append(array)
+        held += array.nbytes
+        if held >= size:
+            yield part
+            part = []
+            held = 0
+    if part:
+        yield part
 
 
 def _known_or_tried(

@@ -179,6 +179,13 @@ PROGRESS_SECONDS = 1.0
 LOADING = "loading the weights"  # the first stage after Python's imports
 
 
+class WeightsRead(msgspec.Struct, frozen=True, array_like=True):
+    """How far the weights are read, in bytes."""
+
+    done: int
+    total: int
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):
     """Sent each PROGRESS_SECONDS by the writer thread, and at each load stage. `count` rises at each chunk, step and
     stage; while it stands still the engine may be stuck."""
@@ -188,6 +195,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):
     stage: str  # in words, such as `loading the weights`
     snapshot: Snapshot | None = None
     still: float = 0.0  # seconds since the count last rose
+    weights: WeightsRead | None = None  # while they are read
 
 
 Event = Preparation | LoadFailure | Ready | RowIntake | Steps | RowFailure | Preemption | Rotate | Progress

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from server.config import open_files
 from server.errors import StartupError, one_line
+from server.model_files import hub_progress
+from server.model_files.telling import TellProgress
 from server.model_files.weights import weight_files
 
 ANSWER_SECONDS = 10.0  # for the hub to say anything at all
@@ -22,16 +23,16 @@ _REPOSITORY = re.compile(r"models--(.+)")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
 
 
-def hub_folder(hub_id: str, tell: Callable[[str], None]) -> Path:
+def hub_folder(hub_id: str, tell: TellProgress) -> Path:
     """The model's folder. Raises StartupError with one line when there can be none."""
     if os.environ.get("MLXLM_USE_MODELSCOPE", "").lower() == "true":
-        return _fetched(hub_id)  # mlx-lm asks another hub
+        return _fetched(hub_id, None, tell)  # mlx-lm asks another hub
     here = _cached(hub_id)
     if here is not None and (lack := lacks(here)) is None:
         tell(f"{hub_id} is in the hub's cache ({here}); the hub isn't asked for a newer one")
         return here
-    _knock(hub_id, tell, lack if here is not None else None)
-    folder = _fetched(hub_id)
+    info = _knock(hub_id, tell, lack if here is not None else None)
+    folder = _fetched(hub_id, info, tell)
     if lack := lacks(folder):
         raise StartupError(f"--model {hub_id} was fetched and can't be served: {lack}")
     return folder
@@ -72,31 +73,38 @@ def lacks(folder: Path) -> str | None:
     return None
 
 
-def _cached(hub_id: str) -> Path | None:
+def _cache_of(hub_id: str) -> Path:
+    """Where the hub's cache keeps this model."""
     from huggingface_hub import constants
 
-    folder = snapshot(Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}")
+    return Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+
+
+def _cached(hub_id: str) -> Path | None:
+    folder = snapshot(_cache_of(hub_id))
     if folder is not None and folder.is_dir():
         return folder
     return None
 
 
 # ---------------------------------------------------------------- asking the hub
-def _knock(hub_id: str, tell: Callable[[str], None], lack: str | None) -> None:
-    """Asks the hub whether it has the model, before mlx-lm is loaded, which takes seconds."""
+def _knock(hub_id: str, tell: TellProgress, lack: str | None) -> Any:
+    """Asks the hub whether it has the model, before mlx-lm is loaded, which takes seconds. Returns what the hub says of
+    it and its files."""
     from huggingface_hub import HfApi, constants, get_session
 
     tell(f"asking the hub at {constants.ENDPOINT} for {hub_id}; it has {ANSWER_SECONDS:g} s to answer")
     try:
         hooks = get_session().event_hooks["request"]
         hooks += [_limited] * (_limited not in hooks)
-        HfApi().model_info(hub_id)
+        info = HfApi().model_info(hub_id, files_metadata=True)
     except Exception as error:  # the hub's client has a tree of its own, and the network another
         here = "its cache has nothing of it"
         if lack:
             here = f"what its cache has of it isn't whole: {lack}"
         raise StartupError(f"--model {hub_id}: {_reason(hub_id, error)}; {here}") from error
     tell(f"fetching {hub_id} from the hub at {constants.ENDPOINT}")
+    return info
 
 
 def _limited(request: Any) -> None:
@@ -121,15 +129,20 @@ def _reason(hub_id: str, error: Exception) -> str:
     return f"the hub at {constants.ENDPOINT} can't be asked: {one_line(error)}"
 
 
-def _fetched(hub_id: str) -> Path:
-    """By mlx-lm's own loader, into the hub's cache."""
+def _fetched(hub_id: str, info: Any, tell: TellProgress) -> Path:
+    """By mlx-lm's own loader, into the hub's cache. `info`: what the hub says of the model, if that was asked."""
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)  # this process never computes
-    with open_files.kept():
-        from mlx_lm.utils import _download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    disable_progress_bars()  # they would be drawn over ours
+    with open_files.kept():
+        from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download
+
+    files = hub_progress.wanted(info, DEFAULT_ALLOW_PATTERNS)
     try:
-        return Path(_download(hub_id))
+        with hub_progress.watched(hub_id, _cache_of(hub_id) / "blobs", files, tell):
+            return Path(_download(hub_id))
     except Exception as error:  # the hub's client has a tree of its own, and the network another
         raise StartupError(f"--model {hub_id} can't be fetched from the hub: {one_line(error)}") from error

@@ -6,18 +6,16 @@ the main thread; may fetch from the hub, and says so. Never loads a weight.
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from server.errors import StartupError
 from server.model_files.hub import hub_folder, hub_id_of, snapshot
 from server.model_files.starter import NAME, ensure_starter
+from server.model_files.telling import TellProgress, to_log
 from server.settings import Settings
 
-log = logging.getLogger("marathon")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -29,7 +27,7 @@ class ModelLocation:
     name: str
 
 
-def locate(settings: Settings, tell: Callable[[str], None] = log.info) -> ModelLocation:
+def locate(settings: Settings, tell: TellProgress = to_log) -> ModelLocation:
     """Raises StartupError with one line when there is no such model. `tell` hears how far a fetch is, at least every
     few seconds; what it raises ends that."""
     if settings.model is None:

@@ -12,7 +12,7 @@ import hashlib
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,6 +22,7 @@ import httpx
 
 from server.errors import one_line
 from server.model_files.package_places import Places, places
+from server.model_files.telling import TellProgress, amount
 
 SAY_SECONDS = 2.0
 _JSON = "application/vnd.pypi.simple.v1+json"
@@ -31,7 +32,6 @@ _TIMEOUT = httpx.Timeout(20.0)
 _CHUNK = 1 << 20
 
 FAULTS = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, TypeError)  # of a network or of a listing
-Progress = Callable[[str], None]
 
 
 class WheelUnavailable(Exception):
@@ -46,7 +46,7 @@ class Wheel:
     sha256: str | None
 
 
-def fetch_wheel(name: str, version: str, folder: Path, progress: Progress) -> Path:
+def fetch_wheel(name: str, version: str, folder: Path, progress: TellProgress) -> Path:
     """The pure wheel of that version, whole and checked, in `folder`. Raises Unavailable with one line.
 
     `progress` is called at least each few seconds; what it raises ends the download.
@@ -148,7 +148,7 @@ class _Anchors(HTMLParser):
             self.links += [value for name, value in attrs if name == "href" and value]
 
 
-def _download(client: httpx.Client, wheel: Wheel, folder: Path, progress: Progress) -> Path:
+def _download(client: httpx.Client, wheel: Wheel, folder: Path, progress: TellProgress) -> Path:
     target = folder / unquote(urlsplit(wheel.url).path).rpartition("/")[2]
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -163,7 +163,7 @@ def _download(client: httpx.Client, wheel: Wheel, folder: Path, progress: Progre
     return target
 
 
-def _write(client: httpx.Client, url: str, target: Path, progress: Progress) -> str:
+def _write(client: httpx.Client, url: str, target: Path, progress: TellProgress) -> str:
     """Its checksum."""
     digest = hashlib.sha256()
     done = 0
@@ -177,7 +177,7 @@ def _write(client: httpx.Client, url: str, target: Path, progress: Progress) -> 
             done += len(chunk)
             if time.monotonic() - said >= SAY_SECONDS:
                 said = time.monotonic()
-                progress(f"fetching: {done / 1e6:.0f} of {total / 1e6:.0f} MB" if total else f"{done / 1e6:.0f} MB")
+                progress(f"fetching: {amount(done, total)}", done / total if total else None)
     return digest.hexdigest()
 
 

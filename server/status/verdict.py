@@ -6,11 +6,12 @@ Owns the rules and their words. Pure; the same for the live page, `marathon stat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from server.status.state import Status
+from server.model_files.telling import amount
+from server.status.state import RowState, Status
 
 Level = Literal["ok", "starting", "warning", "critical"]
 MANY_DEATHS = 3  # in the window that `deaths` counts
@@ -27,8 +28,18 @@ class Verdict(msgspec.Struct, frozen=True):
     sentences: list[str]
 
 
-def judge(status: Status, deaths: int) -> Verdict:
-    """Judge a state. `deaths`: engines that ended unplanned in the last ten minutes."""
+class Deaths(NamedTuple):
+    """Engines that ended unplanned in the last ten minutes, and how many seconds ago the last of them did."""
+
+    number: int = 0
+    ago: float = 0.0
+
+
+NONE = Deaths()
+
+
+def judge(status: Status, deaths: Deaths = NONE) -> Verdict:
+    """Judge a state."""
     found = [finding for rule in _RULES for finding in rule(status, deaths)]
     found.sort(key=lambda finding: -_ORDER[finding[0]])
     level, title, _ = found[0]
@@ -38,7 +49,7 @@ def judge(status: Status, deaths: int) -> Verdict:
 Finding = tuple[Level, str, str]
 
 
-def _availability(status: Status, deaths: int) -> Iterator[Finding]:
+def _availability(status: Status, deaths: Deaths) -> Iterator[Finding]:
     engine = status.engine
     if status.draining:
         yield "warning", "Shutting down", "The server is shutting down: it finishes what it has and takes nothing new."
@@ -46,9 +57,20 @@ def _availability(status: Status, deaths: int) -> Iterator[Finding]:
         reason = engine.down_reason or "see the log"
         yield "critical", "No engine", f"No engine can be started: {reason}. More are tried; new requests are refused."
     elif not engine.up and engine.epoch <= 1:
-        yield "starting", "Loading", f"The model is being loaded: {engine.stage or 'the engine process starts'}."
+        yield "starting", "Loading", f"The model is being loaded: {_stage(status)}."
     elif not engine.up:
-        yield "warning", "Recovering", f"The engine ended and a new one is loading; {_kept(status)}."
+        sentence = f"The engine ended and a new one is loading ({_stage(status)}); {_kept(status)}."
+        yield "warning", "Recovering", sentence
+
+
+def _stage(status: Status) -> str:
+    """What an engine that starts is busy with, and how far it is."""
+    engine = status.engine
+    stage = engine.stage or "the engine process starts"
+    if engine.weights_read is None or not engine.weights_total:
+        return stage
+    share = engine.weights_read / engine.weights_total
+    return f"{stage}, {amount(engine.weights_read, engine.weights_total)}, {share:.0%}"
 
 
 def _kept(status: Status) -> str:
@@ -62,21 +84,22 @@ def _kept(status: Status) -> str:
     )
 
 
-def _deaths(status: Status, deaths: int) -> Iterator[Finding]:
-    if deaths >= MANY_DEATHS:
+def _deaths(status: Status, deaths: Deaths) -> Iterator[Finding]:
+    if deaths.number >= MANY_DEATHS:
         sentence = (
-            f"The engine keeps dying: {deaths} times in the last ten minutes. Answers go on in a new engine each time; "
-            "the log says how each one ended."
+            f"The engine keeps dying: {deaths.number} times in the last ten minutes. Answers go on in a new engine "
+            f"each time. The log says how each one ended: {status.log}."
         )
         yield "critical", "The engine keeps dying", sentence
-    elif deaths:
-        sentence = f"The engine died {_times(deaths)} in the last ten minutes"
+    elif deaths.number:
+        sentence = f"The engine died {_times(deaths.number)} in the last ten minutes"
         if survived := sum(status.engine.resumed.values()):
             sentence += f"; {_count(survived, 'answer')} went on"
-        yield "ok", "Healthy", f"{sentence}."
+        title = f"Healthy; recovered from a death {ago(deaths.ago)}"
+        yield "ok", title, f"{sentence}. Nothing has to be done. The log says how it ended: {status.log}."
 
 
-def _buffers(status: Status, deaths: int) -> Iterator[Finding]:
+def _buffers(status: Status, deaths: Deaths) -> Iterator[Finding]:
     buffers = status.buffers
     seconds = status.seconds_to_exhaustion.get("buffers")
     if seconds is not None:
@@ -94,7 +117,7 @@ def _buffers(status: Status, deaths: int) -> Iterator[Finding]:
         yield "warning", "Pending arrays", sentence
 
 
-def _memory(status: Status, deaths: int) -> Iterator[Finding]:
+def _memory(status: Status, deaths: Deaths) -> Iterator[Finding]:
     seconds = status.seconds_to_exhaustion.get("bytes")
     if seconds is not None and seconds < SOON_SECONDS:
         yield (
@@ -111,13 +134,12 @@ def _memory(status: Status, deaths: int) -> Iterator[Finding]:
             yield "warning", "About to rotate", "The engine is about to be replaced, and answers go on in the next one."
 
 
-def _work(status: Status, deaths: int) -> Iterator[Finding]:
+def _work(status: Status, deaths: Deaths) -> Iterator[Finding]:
     if not status.engine.up:
         return
     for row in status.rows:
         if row.state == "reading" and row.to_read and row.to_read >= LONG_PROMPT:
-            share = (row.read or 0) / row.to_read
-            yield "ok", "Healthy", f"A long prompt is being read: {row.read:,} of {row.to_read:,} tokens ({share:.0%})."
+            yield "ok", "Healthy", f"A long prompt is being read: {_reading(row)}."
     queue = status.queue
     if queue.waiting:
         yield "ok", "Busy", f"{_count(queue.waiting, 'sequence')} waiting for room beside the {queue.running} running."
@@ -128,13 +150,23 @@ def _work(status: Status, deaths: int) -> Iterator[Finding]:
         yield "ok", "Healthy", "Ready; nothing is running."
 
 
-def _journal(status: Status, deaths: int) -> Iterator[Finding]:
+def _reading(row: RowState) -> str:
+    """How far a prompt is read, how fast, and when that ends."""
+    read = row.read or 0
+    total = row.to_read or 1
+    words = f"{read:,} of {total:,} tokens ({read / total:.0%})"
+    if row.read_per_second is None or row.read_seconds_left is None:
+        return f"{words}; its pace isn't known yet"
+    return f"{words}, {row.read_per_second:,.3g} a second, about {duration(row.read_seconds_left)} left"
+
+
+def _journal(status: Status, deaths: Deaths) -> Iterator[Finding]:
     if status.journal is not None and status.journal.condition == "unavailable":
         sentence = f"Answers can't be stored: {status.journal.reason}. Requests that ask for it are refused."
         yield "warning", "Nothing is stored", sentence
 
 
-Rule = Callable[[Status, int], Iterator[Finding]]
+Rule = Callable[[Status, Deaths], Iterator[Finding]]
 _RULES: tuple[Rule, ...] = (_availability, _deaths, _buffers, _memory, _journal, _work)
 
 
@@ -144,6 +176,15 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}s"
     return f"{seconds:.0f} seconds"
+
+
+def ago(seconds: float) -> str:
+    """Say how long ago something was, by the minute: it is read out whenever it changes."""
+    if seconds < 60:
+        return "less than a minute ago"
+    if seconds < 120:
+        return "a minute ago"
+    return f"{duration(seconds)} ago"
 
 
 def _count(number: int, noun: str) -> str:

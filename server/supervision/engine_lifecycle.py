@@ -79,6 +79,7 @@ class EngineLifecycle:
         self.worked = -math.inf  # when an engine got something done last: a step, or a chunk of a prompt
         self.epoch = self.restarts = self.failed_starts = 0
         self.stage = ""  # of the newest engine, in its own words
+        self.weights: messages.WeightsRead | None = None  # of the same, while it reads them
         self.down = "the engine is starting"
         self.load_failed: str | None = None
         self.decided = asyncio.Event()  # an engine was ready, or it's known that there can be none for now
@@ -132,7 +133,8 @@ class EngineLifecycle:
         self.epoch += 1
         self._life = Liveness(self._settings, self._stall, self._clock())
         self._served = False
-        self._failure = ""
+        self._failure = self.stage = ""
+        self.weights = None
         self.ending = None
         try:
             engine = spare or self._spawn(self.epoch)
@@ -242,6 +244,8 @@ class EngineLifecycle:
             known=self.known,
             snapshot=self.snapshot,
             stage=self.stage,
+            weights=self.weights,
+            paces=self._prefill_log.paces(),
             epoch=self.epoch,
             pid=self.connection.pid if self.connection else None,
             restarts=self.restarts,
@@ -325,6 +329,7 @@ class EngineLifecycle:
 
     def _progressed(self, progress: messages.Progress) -> None:
         self.stage = progress.stage
+        self.weights = progress.weights
         if self._life.progressed(progress, self._clock()) and self._scheduler.running:
             self.worked = self._life.moved
         if progress.snapshot is not None:

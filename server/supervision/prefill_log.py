@@ -1,7 +1,7 @@
-"""How far long prompts are, in the log.
+"""How far long prompts are, in the log, and how fast they are read.
 
-Owns the lines about prompts whose reading takes so long that a user may wonder. Event-loop thread only, over what the
-engine says each second. No timers: an engine that says nothing has no progress to tell of.
+Owns the lines about prompts whose reading takes so long that a user may wonder, and the pace of each. Event-loop
+thread only, over what the engine says each second. No timers: an engine that says nothing has no progress to tell of.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from server.ipc.snapshot import PromptProgress
 
 EVERY_SECONDS = 10.0
+PACE_SECONDS = 2.0  # of reading that tell more of its pace than the ten seconds before them
 
 log = logging.getLogger("marathon")
 
@@ -39,6 +40,13 @@ class _Course:
         self.written = now
         self.written_done = self.done
         self.written_moved = self.moved
+
+    def pace(self) -> float | None:
+        """Tokens a second, lately. None before there was news a second time."""
+        took = self.moved - self.written_moved
+        if took > 0 and (took >= PACE_SECONDS or not self.rate):
+            return (self.done - self.written_done) / took
+        return self.rate or None
 
     def seconds_left(self, total: int) -> int | None:
         """None while nothing is known of the pace."""
@@ -67,3 +75,8 @@ class PrefillLog:
                 left = course.seconds_left(prompt.total)
                 facts = {"sequence": prompt.seq, "done": prompt.done, "total": prompt.total, "seconds_left": left}
                 log.info("a long prompt is being read", extra={"facts": facts})
+
+    def paces(self) -> dict[int, float]:
+        """Tokens a second by sequence, of those that are being read and whose pace is known."""
+        found = {seq: course.pace() for seq, course in self._courses.items()}
+        return {seq: pace for seq, pace in found.items() if pace}

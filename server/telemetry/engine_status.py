@@ -6,9 +6,10 @@ A value: it says nothing of what comes next, and reading it asks no engine.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from server.ipc.messages import Ready
+from server.ipc.messages import Ready, WeightsRead
 from server.ipc.snapshot import Action, Snapshot
 
 
@@ -20,12 +21,14 @@ class EngineStatus:
     known: Ready | None = None  # facts of the newest engine that was ever ready
     snapshot: Snapshot | None = None  # newest of the living engine
     stage: str = ""  # of the newest engine, in words such as `loading the weights`
+    weights: WeightsRead | None = None  # how far that has read them, while it does
     epoch: int = 0
     pid: int | None = None
     restarts: int = 0  # engines lost so far, planned or not
     is_up: bool = False  # an engine has its model loaded and gives its signs of life
     last_step_age_seconds: float | None = None  # since an engine finished a step or a chunk; None before the first
     spare: bool = False  # a spare process is ready to become the next engine
+    paces: Mapping[int, float] = field(default_factory=dict)  # tokens a second by sequence, of prompts being read
     actions: tuple[Action, ...] = ()  # newest automatic acts of the server process
 
     @property

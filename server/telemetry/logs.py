@@ -17,6 +17,8 @@ import time
 import warnings
 from typing import Any, TextIO
 
+from server.telemetry.progress_bar import CLEAR, is_terminal
+
 OURS = ("marathon", "server")
 STRAY = "stderr"  # logger of the lines that came past the log
 _STRAY_SECONDS = 2.0  # between two states of a progress bar
@@ -39,6 +41,13 @@ class Lines(logging.Formatter):
         if record.exc_info:
             return f"{line}\n{self.formatException(record.exc_info)}"
         return line
+
+
+class TerminalLines(Lines):
+    """The same where a progress bar may stand in the line that is written to."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return CLEAR + super().format(record)
 
 
 class JsonLines(logging.Formatter):
@@ -100,8 +109,16 @@ def configure(level: str = "info", form: str = "text", process: str = "") -> Non
 def handler(form: str, stream: TextIO, process: str = "") -> logging.Handler:
     """Writes records to `stream`, as `text` or `json`."""
     made = logging.StreamHandler(stream)
-    made.setFormatter(JsonLines(process) if form == "json" else Lines(process))
+    made.setFormatter(_lines(form, stream)(process))
     return made
+
+
+def _lines(form: str, stream: TextIO) -> type[Lines | JsonLines]:
+    if form == "json":
+        return JsonLines
+    if is_terminal(stream):
+        return TerminalLines
+    return Lines
 
 
 def _warn(

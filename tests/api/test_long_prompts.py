@@ -170,6 +170,19 @@ def test_a_chunk_that_takes_longer_than_a_line_doesnt_make_the_pace_look_better(
         assert abs(one["seconds_left"] - (100 * 25 - 10 * number)) <= 26, one
 
 
+def test_the_pace_is_known_from_the_second_news_on_and_follows_the_newest() -> None:
+    clock = Clock()
+    log = PrefillLog(clock)
+    found = []
+    for now, done in [(0, 0), (1, 100), (2, 200), (4, 400), (12, 1200), (13, 1200), (14, 1200), (16, 1240)]:
+        clock.now = 100.0 + now
+        log.observe([PromptProgress(7, done, 9000)])
+        found.append(log.paces().get(7))
+    assert found == [None, None, 100, 100, 100, 100, 100, 10]
+    log.observe([])
+    assert log.paces() == {}
+
+
 def test_short_prompts_and_those_that_are_gone_write_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "marathon")
     clock = Clock()

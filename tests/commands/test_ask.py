@@ -83,20 +83,21 @@ async def test_reasoning_is_dimmed_in_a_terminal_and_left_out_of_a_pipe(
 async def test_a_terminal_shows_how_far_a_long_prompt_is_read_until_the_answer_begins() -> None:
     slow = engine(prefill_seconds=4.0, prefill_chunks=8)
     async with run_server(slow) as site, terminal("ask", "word " * 200, "--url", site.url) as screen:
-        await screen.until("reading the prompt")
+        await screen.until("reading [")
         assert await screen.end() == 0
     shown, _, answer = screen.text.rpartition("\r\x1b[K")
     assert answer == f"{HELLO}\r\n", "the line is gone before the answer begins"
-    done = [int(number) for number in re.findall(r"[█░]{24} (\d+) of \d+ tokens", shown)]
+    done = [int(number) for number in re.findall(r"\[[#.]{20}\] (\d+) of \d+ tokens", shown)]
     assert done == sorted(done)
     assert done[-1] > 0
+    assert re.search(r"\d+ of \d+ tokens, \d+/s, \d seconds left\r", shown)
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"state": "reading", "read": 512, "to_read": 2048}, "██████░"),
-        ({"state": "reading", "read": None, "to_read": 2048}, "░ 0 of 2,048 tokens"),
+        ({"state": "reading", "read": 512, "to_read": 2048}, "#####."),
+        ({"state": "reading", "read": None, "to_read": 2048}, ".] 0 of 2,048 tokens"),
         ({"state": "reading", "read": None, "to_read": None}, ""),
         ({"state": "waiting", "read": None, "to_read": None}, "waiting for room"),
         ({"state": "resuming", "read": None, "to_read": None}, "goes on in the next"),

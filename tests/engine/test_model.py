@@ -123,3 +123,35 @@ def test_a_folder_that_holds_no_model_is_refused_in_one_line(tmp_path, config):
         model.load(tmp_path, trust_remote_code=False, probe=None, on_stage=lambda stage: None)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+# ---------------------------------------------------------------- reading
+def test_parts_rise_to_the_total_and_each_is_there_when_it_is_told(monkeypatch):
+    monkeypatch.setattr(model, "LEAST_BYTES", 10_000)
+    built = tiny_model("llama")
+    told: list[tuple[int, int]] = []
+    total = model.read_weights(built, lambda done, total: told.append((done, total)))
+    assert total == sum(array.nbytes for _, array in tree_flatten(built.parameters()))
+    done = [part for part, _ in told]
+    assert len(done) > 5
+    assert done == sorted(set(done))
+    assert told[-1] == (total, total)
+    assert {whole for _, whole in told} == {total}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "deepseek_v32", "gemma3_text"])
+def test_a_load_in_parts_gives_the_model_that_a_load_at_once_gives(family, tmp_path):
+    zoo.write(family, tmp_path)
+    told: list[tuple[int, int]] = []
+    loaded = model.load(
+        tmp_path,
+        trust_remote_code=False,
+        probe=None,
+        on_stage=lambda stage: None,
+        on_read=lambda done, total: told.append((done, total)),
+    )
+    assert told[-1] == (loaded.weights_bytes, loaded.weights_bytes)
+    expected = dict(tree_flatten(tiny_model(family).parameters()))
+    found = dict(tree_flatten(loaded.model.parameters()))
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[name], expected[name]) for name in expected)

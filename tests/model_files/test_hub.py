@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from server.errors import StartupError
+from server.model_files import hub_progress
 from server.model_files.hub import hub_id_of, lacks, snapshot
 from server.model_files.locate import at_hand, locate
 from server.settings import load
@@ -25,6 +27,7 @@ from server.settings import load
 ROOT = Path(__file__).parents[2]
 SHA = "0123456789abcdef0123456789abcdef01234567"
 SILENT_SECONDS = 0.6
+SLOW_SECONDS = 2.5
 ASK = f"""
 import json, sys, time
 from server.model_files import hub
@@ -34,7 +37,7 @@ time.sleep = lambda seconds: None  # the hub's client waits between its attempts
 for name in sys.argv[1:]:
     lines, began = [], time.monotonic()
     try:
-        found, error = str(hub.hub_folder(name, lines.append)), None
+        found, error = str(hub.hub_folder(name, lambda line, share=None: lines.append(line))), None
     except StartupError as refusal:
         found, error = None, str(refusal)
     print(json.dumps([found, error, lines, time.monotonic() - began]), flush=True)
@@ -49,6 +52,7 @@ class Hub:
     url: str = ""
     asked: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
+    pause: float = 0.0  # in the middle of the next file
 
 
 def handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
@@ -75,7 +79,11 @@ def handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
             if "/tree/" in self.path:
                 return self.answer(200, [entry(path, data) for path, data in hub.files.items()])
             if self.path.startswith("/api/"):
-                return self.answer(200, {"id": "org/whole", "sha": SHA, "siblings": [], "private": False})
+                listed = [entry(path, data) for path, data in hub.files.items()]
+                siblings = [{"rfilename": file["path"], "size": file["size"], "blobId": file["oid"]} for file in listed]
+                return self.answer(200, {"id": "org/whole", "sha": SHA, "siblings": siblings, "private": False})
+            if "slow" in self.path and self.command == "GET" and self.path.endswith(".safetensors"):
+                hub.pause = SLOW_SECONDS
             return self.send(200, hub.files[self.path.partition(f"/resolve/{SHA}/")[2]], {})
 
         def answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
@@ -88,7 +96,12 @@ def handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
                 self.send_header(key, value)
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(data)
+                half = len(data) // 2
+                self.wfile.write(data[:half])
+                self.wfile.flush()
+                time.sleep(hub.pause)
+                hub.pause = 0.0
+                self.wfile.write(data[half:])
 
         def close(self) -> None:
             self.close_connection = True
@@ -190,6 +203,34 @@ def test_without_a_network_or_offline_the_cache_is_all_there_is(tiny: Any, tmp_p
         assert here[0] == folder
         assert "org/away" in away[1]
         assert ("HF_HUB_OFFLINE" in away[1]) == bool(environment)
+
+
+def test_a_download_says_each_second_how_much_of_the_model_is_here(hub: Hub, tmp_path: Path) -> None:
+    ((found, error, lines, _),) = ask(hub.url, tmp_path, "org/slow")
+    assert (found is not None, error) == (True, "")
+    assert sum(line.startswith("fetching org/slow: ") for line in lines) >= 2
+    total = sum(map(len, hub.files.values()))
+    assert f"of {total / 1e6:.0f} MB" in lines[-1]
+
+
+def test_files_of_another_revision_or_unfinished_count_for_what_they_are(tmp_path: Path) -> None:
+    files = {"a" * 40: 1000, "b" * 40: 500}
+    for name, size in (("a" * 40 + ".incomplete", 300), ("a" * 40 + ".x1.incomplete", 200), ("c" * 40, 9000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    said: list[tuple[str, float | None]] = []
+    with hub_progress.watched("m", tmp_path, files, lambda line, share=None: said.append((line, share))):
+        time.sleep(hub_progress.LOOK_SECONDS * 1.5)
+        (tmp_path / ("b" * 40)).write_bytes(bytes(700))
+        time.sleep(hub_progress.LOOK_SECONDS)
+    assert [share for _, share in said[:2]] == [0.2, pytest.approx(800 / 1500)]
+
+
+def test_a_start_that_is_given_up_leaves_the_download_alone(tmp_path: Path) -> None:
+    def refuse(line: str, share: float | None = None) -> None:
+        raise KeyError(line)
+
+    with hub_progress.watched("m", tmp_path, {"a": 9}, refuse):
+        time.sleep(hub_progress.LOOK_SECONDS * 1.2)
 
 
 def test_what_the_cache_lacks_is_fetched_and_found_there_the_next_time(hub: Hub, tiny: Any, tmp_path: Path) -> None:

@@ -157,17 +157,20 @@ def test_an_index_that_stays_silent_is_given_up(monkeypatch, tmp_path):
 
 def test_a_long_download_says_how_far_it_is_and_ends_with_what_that_raises(monkeypatch, tmp_path):
     monkeypatch.setattr(package_index, "SAY_SECONDS", 0.0)
-    said: list[str] = []
+    said: list[tuple[str, float | None]] = []
 
-    def say(line: str) -> None:
-        said.append(line)
+    def say(line: str, share: float | None = None) -> None:
+        said.append((line, share))
         raise KeyboardInterrupt
 
     with index({"/simple/some-thing/": LISTINGS["json"], f"/files/{FILE}": WHEEL}) as (url, _):
         monkeypatch.setenv("PIP_INDEX_URL", url)
         with pytest.raises(KeyboardInterrupt):
             fetch_wheel("some-thing", "1.2", tmp_path, say)
-    assert said[0].startswith("fetching: ")
+    line, share = said[0]
+    assert line.startswith("fetching: ")
+    assert share is not None
+    assert 0 < share <= 1
 
 
 # ---------------------------------------------------------------- where

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import itertools
 import json
 import logging
@@ -22,6 +23,7 @@ from typing import Any
 
 import httpx
 import pytest
+from commanding import terminal
 from serving import engine, run_server
 
 from server import serve
@@ -32,6 +34,8 @@ from server.serving.entrance import Entrance
 from server.serving.listening import listen
 from server.serving.startup import Startup, StartupInterrupt
 from server.settings import load
+from server.telemetry import logs
+from server.telemetry.progress_bar import ProgressBar
 
 pytestmark = pytest.mark.slow
 
@@ -47,14 +51,16 @@ def test_a_stage_that_takes_long_is_spoken_of_again(monkeypatch, caplog):
     monkeypatch.setattr(startup, "_TICK_SECONDS", 0.01)
     with Startup() as stages:
         stages.begin("reading")
-        time.sleep(0.35)
+        deadline = time.monotonic() + 10
+        while sum(line.startswith("reading: ") for line in caplog.messages) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
         stages.begin("writing")
         stages.say("half of it is written")
         assert stages.reason == "half of it is written"
     assert caplog.messages[0] == "reading"
     assert len([line for line in caplog.messages if line.startswith("reading: ")]) >= 2
     assert stages.seconds.keys() == {"reading", "writing"}
-    assert stages.seconds["reading"] > 0.3
+    assert stages.seconds["reading"] >= 0.2
     before = len(caplog.messages)
     time.sleep(0.2)
     assert len(caplog.messages) == before
@@ -66,6 +72,111 @@ def test_work_that_says_how_far_it_is_ends_when_the_start_is_given_up():
     stages.give_up()
     with pytest.raises(StartupInterrupt):
         stages.say("two")
+
+
+class TickClock:
+    """A clock that is set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Drawn:
+    """A bar that remembers what it showed."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, float | None]] = []
+        self.cleared = 0
+
+    def draw(self, text: str, share: float | None = None) -> None:
+        self.shown.append((text, share))
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+
+def test_a_file_gets_a_line_of_the_progress_now_and_then_with_an_honest_end(caplog):
+    caplog.set_level(logging.INFO)
+    ticks = TickClock()
+    stages = Startup(clock=ticks)
+    stages.begin("reading")
+    for done in range(11):
+        stages.say(f"reading: {done} of 10 GB", done / 10)
+        ticks.now += 0.5
+    lines = [line for line in caplog.messages if " of 10 GB" in line]
+    assert lines == ["reading: 4 of 10 GB (40%), 3 s left", "reading: 8 of 10 GB (80%), 1 s left"]
+
+
+def test_the_pace_is_of_what_was_read_now_and_not_of_what_was_there(caplog):
+    caplog.set_level(logging.INFO)
+    ticks = TickClock()
+    stages = Startup(clock=ticks)
+    stages.begin("fetching")
+    stages.say("fetching", 0.5)
+    assert caplog.messages == ["fetching"], "one share says nothing of the pace"
+    ticks.now += 4
+    stages.say("fetching", 0.6)
+    assert caplog.messages[-1] == "fetching (60%), 16 s left"
+
+
+def test_a_terminal_gets_a_bar_in_the_place_of_repeated_lines(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(startup, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(startup, "_TICK_SECONDS", 0.01)
+    bar = Drawn()
+    with Startup(bar=bar) as stages:
+        stages.begin("reading")
+        stages.say("reading: 1 of 4 GB", 0.25)
+        time.sleep(0.2)
+        stages.begin("writing")
+        time.sleep(0.1)
+    shown = len(bar.shown)
+    assert bar.cleared == 1
+    assert caplog.messages == ["reading", "writing"]
+    assert any(text.startswith("reading: 1 of 4 GB") and share == 0.25 for text, share in bar.shown)
+    assert ("writing, 0 s so far", None) in bar.shown
+    time.sleep(0.05)
+    assert len(bar.shown) == shown, "nothing is drawn once the start is over"
+
+
+def test_a_bar_keeps_to_its_line_and_a_log_line_takes_its_place(monkeypatch):
+    screen = Screen()
+    bar = ProgressBar(screen)
+    bar.draw("x" * 500, 0.5)
+    assert len(screen.lines()[0]) == 79, "a line as wide as the terminal would be broken"
+    assert screen.lines()[0].startswith("[##########..........]  50% xxx")
+    monkeypatch.setattr(logs, "is_terminal", lambda stream: True)
+    handler = logs.handler("text", screen)
+    handler.emit(logging.makeLogRecord({"msg": "short", "levelname": "INFO"}))
+    bar.draw("on it goes")
+    assert [line[20:] for line in screen.lines()[:1]] == ["info    short"]
+    assert screen.lines()[1] == "on it goes"
+    bar.clear()
+    assert screen.lines()[1:] == [""]
+
+
+class Screen(io.StringIO):
+    """What a terminal of 80 columns shows of what is written to it."""
+
+    def lines(self) -> list[str]:
+        shown = [""]
+        column = 0
+        for part in re.findall(r"\r|\n|\x1b\[K|[^\r\n\x1b]+", self.getvalue()):
+            match part:
+                case "\r":
+                    column = 0
+                case "\n":
+                    shown.append("")
+                    column = 0
+                case "\x1b[K":
+                    shown[-1] = shown[-1][:column]
+                case text:
+                    line = shown[-1]
+                    shown[-1] = line[:column] + text + line[column + len(text) :]
+                    column += len(text)
+        return shown
 
 
 # ---------------------------------------------------------------- what is answered
@@ -248,3 +359,15 @@ def socket_free() -> Any:
     port = sock.getsockname()[1]
     sock.close()
     yield port
+
+
+async def test_a_start_in_a_terminal_ends_with_lines_and_no_rest_of_the_bar(tiny):
+    values = ("serve", "--model", str(tiny("llama")), "--port", "0", "--journal", "off", "--faults", "slow-start:2.5")
+    async with terminal(*values) as shown:
+        await shown.until("Marathon serves")
+        drawn = shown.text
+        assert await shown.ctrl_c() == 0
+    assert re.search(r"\r\x1b\[K[^\n]*2 s so far\r", drawn)
+    assert "s so far\n" not in drawn, "the bar is no line"
+    screen = Screen(drawn.replace("\r\n", "\n"))
+    assert all(re.match(r"\d{4}-\d\d-\d\d ", line) for line in screen.lines() if line)

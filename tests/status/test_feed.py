@@ -9,10 +9,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from serving import Site, engine, run_server, says
 
+from server.ipc.messages import WeightsRead
 from server.status import feed
+
+POINT = feed.Point(0.0, 1.0, 2, 0, 3, 4, 5, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -145,3 +149,47 @@ async def test_a_reader_of_the_server_says_how_long_first_tokens_take() -> None:
             while (seconds := (await report(site))["status"]["first_token_seconds"]) is None:
                 await asyncio.sleep(0.02)
         assert 0 < seconds < 5
+
+
+async def test_a_prompt_that_is_read_says_how_fast_and_when_it_ends() -> None:
+    slow = engine(prefill_seconds=6.0, prefill_chunks=12, progress_seconds=0.1)
+    async with run_server(slow) as site:
+        asking = asyncio.create_task(site.chat(max_tokens=1))
+        async with asyncio.timeout(5):
+            while not (rows := (await report(site))["status"]["rows"]) or rows[0]["read_per_second"] is None:
+                await asyncio.sleep(0.05)
+        (row,) = rows
+        assert row["read_seconds_left"] == pytest.approx((row["to_read"] - row["read"]) / row["read_per_second"])
+        asking.cancel()
+
+
+async def test_a_load_says_how_far_the_weights_are() -> None:
+    fake = engine(load_seconds=2.0, weights=WeightsRead(3, 12), progress_seconds=0.05)
+    async with run_server(fake, ready=False) as site:
+        async with asyncio.timeout(5):
+            while (found := (await report(site))["status"]["engine"])["weights_total"] is None:
+                await asyncio.sleep(0.02)
+        assert (found["weights_read"], found["weights_total"]) == (3, 12)
+        await site.until(lambda: site.served.supervisor.is_ready)
+        assert (await report(site))["status"]["engine"]["weights_total"] is None
+
+
+async def test_a_clock_that_is_set_back_leaves_the_points_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_server() as site:
+        points = site.served.feed.points
+        await site.until(lambda: len(points) > 3)
+        before = points[0].time
+        monkeypatch.setattr(feed.state.time, "time", lambda: before - 3600)
+        site.served.feed.advance()
+        times = [point.time for point in points]
+        assert times == [before - 3600]
+
+
+async def test_eight_hours_of_points_and_events_keep_within_their_bounds() -> None:
+    async with run_server() as site:
+        kept = site.served.feed
+        for second in range(8 * 3600 // 20):
+            kept._note("guard", f"act {second}")
+            kept._add_point(msgspec.structs.replace(POINT, time=1e10 + second))
+        assert len(kept.points) <= feed.HISTORY_POINTS
+        assert len(kept.events) <= feed.MOST_EVENTS

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,6 +13,9 @@ import pytest
 import pytest_asyncio
 from browser import Page, browser, chromium
 from serving import engine, run_server, says
+
+from server.ipc.messages import WeightsRead
+from server.status import feed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,9 +36,10 @@ async def page() -> AsyncIterator[Page]:
         yield found
 
 
-@pytest.fixture(autouse=True)
-def nothing_goes_wrong(page: Page) -> Iterator[None]:
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def nothing_goes_wrong(page: Page) -> AsyncIterator[None]:
     """No error on the console, no request to another host."""
+    await page.leave()
     page.errors.clear()
     page.requests.clear()
     yield
@@ -115,14 +121,17 @@ async def test_the_keyboard_alone_suffices(page: Page) -> None:
 async def test_a_stranger_reads_each_state_in_words(page: Page) -> None:
     """Loading, a leak, an engine that is gone while an answer waits, one that keeps dying, none at all."""
     counted = {"live_source": "native", "buffer_limit": 30_000}
-    fake = engine(say=says(STORY), step_seconds=0.01, load_seconds=2.0, ready=counted)
+    read = WeightsRead(3_200_000_000, 14_900_000_000)
+    fake = engine(say=says(STORY), step_seconds=0.01, load_seconds=3.0, ready=counted, weights=read)
     leak = {"live_settled": 9_000, "buffers_per_token": 3.0, "seconds_to_exhaustion": {"buffers": 900.0}}
     async with run_server(fake, ready=False) as site:
         await page.open(site.url)
-        await reads(page, "Loading", "The model is being loaded")
+        await reads(page, "Loading", "3.2 of 14.9 GB, 21%")
+        assert 0.2 < await page.value("document.getElementById('loading').value") < 0.22
         await shoot(page, "loading")
         fake.snapshot |= {"live_settled": 900, "buffers_per_token": 0.0}
         await reads(page, "Healthy", "Live buffers are flat: 900 of 30,000")
+        assert await page.value("document.getElementById('loading').hidden")
         fake.snapshot |= leak
         await reads(page, "A leak", "they rise by 3 a token and reach the limit in 15 minutes")
         await shoot(page, "leak")
@@ -152,3 +161,134 @@ async def test_a_key_is_asked_for_in_the_page(page: Page) -> None:
         await page.until("document.getElementById('verdict').dataset.level === 'ok'")
         page.errors.clear()  # the browser itself reports the 401
         await page.value("sessionStorage.clear()")
+        await page.open(site.url)
+        await page.until("document.getElementById('key-dialog').open")
+        await page.type("secret-2")
+        await page.press("Enter")
+        await page.until("document.getElementById('key-note').textContent.includes(\"doesn't take that key\")")
+        await page.type("secret-1")
+        await page.press("Enter")
+        await page.until("document.getElementById('verdict').dataset.level === 'ok'")
+        page.errors.clear()
+        await page.value("sessionStorage.clear()")
+
+
+async def test_a_long_prompt_shows_what_is_read_how_fast_and_where_the_log_is(page: Page) -> None:
+    slow = engine(say=says("word"), prefill_seconds=30.0, prefill_chunks=60, progress_seconds=0.2)
+    async with run_server(slow) as site:
+        await page.open(site.url)
+        await page.until("document.getElementById('log').textContent !== ''")
+        await ask(page, "word " * 1500)
+        await reads(page, "Healthy", "A long prompt is being read")
+        state = "document.querySelector('#rows td:nth-child(3)')?.textContent ?? ''"
+        await page.until(f"/reading [\\d,]+ of [\\d,.]+, [\\d,.]+\\/s, \\d+ s left/.test({state})")
+        await reads(page, "Healthy", "a second, about")
+        await shoot(page, "long-prompt")
+        await page.until(f"/reading the prompt: \\d+ of \\d+ tokens, \\d+ a second/.test({TEXT})")
+        await page.value("document.getElementById('stop').click()")
+        await page.until("!document.getElementById('send').disabled")
+
+
+async def test_legends_name_the_newest_values_without_a_pointer(page: Page) -> None:
+    async with run_server(engine(ready={"live_source": "native", "buffer_limit": 30_000})) as site:
+        site.fake.snapshot |= {"live_settled": 900, "active_bytes": 5_000_000}
+        await page.open(site.url)
+        legends = "[...document.querySelectorAll('.u-legend .u-value')].map(cell => cell.textContent)"
+        await page.until(f"{legends}.includes('900')")
+        await page.until(f"{legends}.includes('5.00 MB')")
+        assert not [text for text in await page.value(legends) if text == "--"]
+        await page.send("Input.dispatchMouseEvent", type="mouseMoved", x=300, y=300)
+        await page.send("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
+        await asyncio.sleep(1.5)
+        assert not [text for text in await page.value(legends) if text == "--"]
+
+
+async def test_a_server_that_stands_still_is_not_called_healthy(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection lasts, and nothing comes: as from a stopped process, or after the machine has slept."""
+    async with run_server() as site:
+        await page.open(site.url)
+        await page.until("document.getElementById('verdict').dataset.level === 'ok'")
+        monkeypatch.setattr(feed, "TICK_SECONDS", 3600.0)
+        await reads(page, "No answer", "has sent nothing for 10 seconds")
+        assert await page.value("'stale' in document.body.dataset")
+        await shoot(page, "silent")
+
+
+async def test_an_open_page_goes_on_with_a_server_that_was_restarted(page: Page) -> None:
+    async with run_server(engine(say=says("word"))) as first:
+        port = urlsplit(first.url).port
+        await page.open(first.url)
+        await page.until("document.getElementById('verdict').dataset.level === 'ok'")
+        await first.chat()
+        first.fake.die()
+        await page.until("document.querySelector('#events [data-kind=death]')")
+    await reads(page, "No answer", "doesn't answer")
+    page.errors.clear()  # the browser itself reports refused connections
+    async with run_server(engine(say=says("word")), port=port):
+        await page.until("document.getElementById('verdict').dataset.level === 'ok'")
+        assert await page.value("document.querySelectorAll('#events [data-kind=death]').length") == 0
+        assert await page.value("document.querySelectorAll('#events li').length") >= 1, "its own events are told"
+        assert not await page.value("'stale' in document.body.dataset")
+        page.errors.clear()
+
+
+async def test_a_page_under_a_name_that_is_refused_says_what_the_server_answered(page: Page) -> None:
+    async with run_server() as site:
+        await page.open(site.url)
+        await page.until("document.getElementById('verdict').dataset.level === 'ok'")
+        answer = "new Response(JSON.stringify({error: {message: 'No.'}}), {status: 403})"
+        await page.value(f"window.fetch = () => Promise.resolve({answer})")
+        site.server.handle_exit(2, None)
+        await reads(page, "Refused", "No.")
+        page.errors.clear()
+
+
+async def test_fifty_generations_are_in_the_table_and_the_keyboard_scrolls_it(page: Page) -> None:
+    fake = engine(say=says("word", stop=False), step_seconds=0.05)
+    body = {"model": "tiny", "prompt": ["Say"] * 10, "max_tokens": 2000, "stream": True}
+    async with run_server(fake, max_rows=64) as site, AsyncExitStack() as stack:
+        for _ in range(5):
+            await stack.enter_async_context(site.client.stream("POST", "/v1/completions", json=body))
+        await page.open(site.url)
+        await page.until("document.querySelectorAll('#rows tr').length === 50")
+        region = "document.querySelector('[aria-labelledby=rows-title].scroll')"
+        assert await page.value(f"{region}.scrollHeight > {region}.clientHeight")
+        for _ in range(6):
+            await page.press("Tab")
+            if await page.value(f"document.activeElement === {region}"):
+                break
+        await page.press("End")
+        await page.until(f"{region}.scrollTop > 0")
+        await asyncio.sleep(2.5)
+        assert await page.value(f"{region}.scrollTop > 0"), "a new report leaves it where it was scrolled to"
+        await shoot(page, "fifty")
+
+
+ATTACKS = [
+    "<script>window.hit=1</script>", "<svg onload=window.hit=1>", "<iframe srcdoc='<script>parent.hit=1</script>'>",
+    "[x](javascript:window.hit=1)", "[x](data:text/html,<script>window.hit=1</script>)", "[x](vbscript:x)",
+    "![x](http://evil.example/p.png)", "[a]: javascript:window.hit=1\n\n[a]", "<javascript:window.hit=1>",
+    "`<img src=x onerror=window.hit=1>`", "```<b id=send onclick=window.hit=1>\nx\n```",
+    '[x](https://e.example "t\" onmouseover=window.hit=1 x=\"")', "<a href=jav&#x09;ascript:window.hit=1>x</a>",
+    "<form action=//evil.example><button>x</button></form>", "<style>body{background:url(//evil.example)}</style>",
+    "<math><mtext></mtext><mglyph><style><img src=x onerror=window.hit=1>", "<base href=//evil.example>",
+    "| a |\n|---|\n| <img src=x onerror=window.hit=1> |", "<details open ontoggle=window.hit=1>x</details>",
+]  # fmt: skip
+
+
+async def test_no_answer_runs_loads_or_sends_anything(page: Page) -> None:
+    text = "\n\n".join(ATTACKS) + "\n\nThe end."
+    async with run_server(engine(say=says(text))) as site:
+        await page.open(site.url)
+        await ask(page, "Attack")
+        await page.until(f"({TEXT}).includes('The end.')")
+        await page.until("!document.getElementById('send').disabled")
+        assert await page.value("window.hit") is None
+        box = "document.querySelector('.turn.assistant:last-child')"
+        for tag in ("script", "img", "svg", "iframe", "form", "style", "base", "math", "details:not(:first-of-type)"):
+            assert await page.value(f"{box}.querySelectorAll('div {tag}').length") == 0, tag
+        links = await page.value(f"[...{box}.querySelectorAll('[href]')].map(link => link.href)")
+        assert all(link.startswith(("https://", "http://", "mailto:")) for link in links), links
+        attributes = f"[...{box}.querySelectorAll('*')].flatMap(one => one.getAttributeNames())"
+        assert not [name for name in await page.value(attributes) if name.startswith("on") or name == "id"]
+        assert not [url for url in page.requests if "evil" in url]

@@ -57,6 +57,12 @@ class Page:
         await self.send("Page.navigate", url=url)
         await self.until("document.readyState === 'complete' && location.protocol === 'http:'")
 
+    async def leave(self) -> None:
+        """Close what is open: it goes on asking for a server that has ended."""
+        if self._session is not None:
+            await self.send("Page.navigate", url="about:blank")
+            await self.until("location.protocol === 'about:'")
+
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Raises RuntimeError for what the browser refuses."""
         number = next(self._numbers)
@@ -88,7 +94,7 @@ class Page:
 
     async def press(self, key: str, text: str = "") -> None:
         """Press and release a key, as a user without a mouse does."""
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35}
         fields: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": codes.get(key, 0)}
         if text or key == "Enter":
             fields["text"] = text or "\r"

@@ -78,6 +78,7 @@ class FakeEngine:
 
     step_seconds: float = 0.0005
     load_seconds: float = 0.0
+    weights: messages.WeightsRead | None = None  # how far it has read them while it loads
     prefill_seconds: float = 0.0
     prefill_chunks: int = 1  # in which a prompt is read
     progress_seconds: float = 0.05
@@ -366,7 +367,8 @@ class Life:
             )
             stage = "serving" if was_ready else "loading"
             still = asyncio.get_running_loop().time() - self.beaten
-            self.tell(messages.Progress(self.epoch, self.count, stage, snapshot if was_ready else None, still))
+            weights = None if was_ready else self.fake.weights
+            self.tell(messages.Progress(self.epoch, self.count, stage, snapshot if was_ready else None, still, weights))
             await asyncio.sleep(self.fake.progress_seconds)
 
     async def _iterate(self) -> None:

@@ -138,7 +138,7 @@ async def run_server(
     served = build(fake, tokens or tokenizer(), **values)
     announced: list[messages.Ready] = []
     server = serve.Server(create_app(served), served.supervisor, served.settings, announced.append)
-    (sock,) = listen(served.settings.host, 0)
+    (sock,) = listen(served.settings.host, values.get("port", 0))
     task = asyncio.create_task(server.serve_on([sock]))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:

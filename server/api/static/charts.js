@@ -13,6 +13,12 @@ export const bytes = (value) => {
 };
 export const number = (value) => (value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: 1 }));
 
+// The legend names the newest values, unless the pointer is at others.
+function showNewest(chart) {
+  const { left, idx } = chart.cursor;
+  if (left == null || left < 0 || idx == null) chart.setLegend({ idx: chart.data[0].length - 1 });
+}
+
 export class Charts {
   constructor(place) {
     this.place = place;
@@ -31,8 +37,9 @@ export class Charts {
   }
 
   add(point, events, limit) {
-    const last = this.points.at(-1);
-    if (!last || point[0] > last[0]) this.points.push(point);
+    // Later points are of a clock that has been set back since.
+    while (this.points.length && this.points.at(-1)[0] >= point[0]) this.points.pop();
+    this.points.push(point);
     this.points = this.points.slice(-SECONDS);
     this.marks = events.filter((event) => event.kind === "death" || event.kind === "rotation");
     this.limit = limit;
@@ -54,6 +61,7 @@ export class Charts {
       const data = columns(indices);
       if (limit) data.push(this.points.map(() => (this.isNear() ? this.limit : null)));
       chart.setData(data);
+      showNewest(chart);
     }
   }
 
@@ -87,9 +95,9 @@ export class Charts {
     const options = {
       width: Math.max(200, box.clientWidth), height: HEIGHT, cursor: { y: false },
       scales: { y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1) * 1.05] } },
-      series: [{}, ...series],
+      series: [{ label: "at", value: (_, time) => (time == null ? "" : clock(time)) }, ...series],
       axes: [{ ...axis, space: 80, values: (_, times) => times.map(clock) }, { ...axis, size: 64, values: (_, values) => values.map(say) }],
-      hooks: { draw: [(chart) => this.drawMarks(chart)] },
+      hooks: { draw: [(chart) => this.drawMarks(chart)], setCursor: [showNewest] },
     };
     return new uPlot(options, [[], ...series.map(() => [])], box);
   }

@@ -1,5 +1,5 @@
 // A chat to try the model with: streamed, with reasoning folded, safe markdown and tool calls shown.
-import { events, headers } from "./sse.js";
+import { events, headers, key } from "./sse.js";
 
 const FRAME_MS = 100;
 const SAFE = {
@@ -83,6 +83,17 @@ class Answer {
   }
 }
 
+// How fast a prompt is read, from the second time on that there is news of it.
+class Pace {
+  words(done) {
+    const now = performance.now();
+    this.first ??= { done, now };
+    const seconds = (now - this.first.now) / 1000;
+    if (done <= this.first.done || seconds <= 0) return "";
+    return `, ${Math.round((done - this.first.done) / seconds)} a second`;
+  }
+}
+
 export class Chat {
   constructor(section, askForKey) {
     this.at = (id) => section.querySelector(`#${id}`);
@@ -117,7 +128,7 @@ export class Chat {
     this.messages.push({ role: "user", content: text });
     this.at("talk").append(element("article", text, "turn user"));
     const answer = new Answer(this.at("talk"));
-    this.scroll();
+    this.at("talk").scrollTop = this.at("talk").scrollHeight;
     this.running = new AbortController();
     this.switch(true);
     try {
@@ -157,13 +168,14 @@ export class Chat {
     const request = { method: "POST", body: JSON.stringify(this.body()), signal };
     let response = await this.post(request);
     if (response.status === 401) {
-      await this.askForKey();
+      await this.askForKey(key.get());
       response = await this.post(request);
     }
     if (!response.ok) throw new Error((await response.json()).error.message);
+    const pace = new Pace();
     for await (const { data, comment } of events(response)) {
       const [, done, total] = comment.match(/^prefill (\d+)\/(\d+)/) ?? [];
-      if (total) answer.say(`reading the prompt: ${done} of ${total} tokens`);
+      if (total) answer.say(`reading the prompt: ${done} of ${total} tokens${pace.words(Number(done))}`);
       if (!data || data === "[DONE]") continue;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);

@@ -4,6 +4,7 @@ import { Chat } from "./chat.js";
 import { events, headers, key } from "./sse.js";
 
 const RETRY_MS = 2000;
+const SILENCE_MS = 10_000; // without a report: the server stands still, or the connection is gone without a word
 const at = (id) => document.getElementById(id);
 const charts = new Charts(at("charts"));
 new Chat(at("chat"), askForKey);
@@ -67,8 +68,15 @@ function showFigures(report) {
 }
 
 function state(row) {
-  if (row.to_read) return `${row.state} ${number(row.read)} of ${number(row.to_read)}`;
-  return row.state;
+  if (!row.to_read) return row.state;
+  const done = `${row.state} ${number(row.read)} of ${number(row.to_read)}`;
+  if (row.read_per_second == null) return done;
+  return `${done}, ${number(row.read_per_second)}/s, ${duration(row.read_seconds_left)} left`;
+}
+
+function showLoading({ weights_read, weights_total }) {
+  at("loading").hidden = !weights_total;
+  if (weights_total) at("loading").value = weights_read / weights_total;
 }
 
 function showRows({ rows, more_rows }) {
@@ -107,6 +115,8 @@ function showReport(report) {
   show("model", status.model);
   show("version", `Marathon ${status.version}`);
   show("uptime", `up ${duration(status.uptime_seconds)}`);
+  show("log", status.log);
+  showLoading(status.engine);
   showFigures(report);
   showRows(status);
   showEvents(report.events);
@@ -115,24 +125,52 @@ function showReport(report) {
     queue.running, queue.waiting], report.events, buffers.limit);
 }
 
-async function follow() {
-  const response = await fetch("status/events", { headers: headers(), cache: "no-store" });
-  if (response.status === 401) {
-    await askForKey();
-    return;
+// A server that answers and refuses is no silent one.
+class Refusal extends Error {}
+
+async function refusal(response) {
+  const text = await response.text();
+  try {
+    return new Refusal(JSON.parse(text).error.message);
+  } catch {
+    return new Refusal(`The server answers ${response.status}.`);
   }
-  if (!response.ok) throw new Error(`the server answered ${response.status}`);
-  newest = 0;
-  at("events").replaceChildren();
-  for await (const { event, data } of events(response)) {
-    if (event === "history") charts.load(JSON.parse(data));
-    if (event === "report") showReport(JSON.parse(data));
+}
+
+async function follow() {
+  const given = key.get();
+  const silence = new AbortController();
+  let timer = setTimeout(() => silence.abort(), SILENCE_MS);
+  try {
+    const response = await fetch("status/events", { headers: headers(), cache: "no-store", signal: silence.signal });
+    if (response.status === 401) {
+      clearTimeout(timer);
+      await askForKey(given);
+      return;
+    }
+    if (!response.ok) throw await refusal(response);
+    newest = 0;
+    at("events").replaceChildren();
+    for await (const { event, data } of events(response)) {
+      clearTimeout(timer);
+      timer = setTimeout(() => silence.abort(), SILENCE_MS);
+      if (event === "history") charts.load(JSON.parse(data));
+      if (event === "report") {
+        showReport(JSON.parse(data));
+        delete document.body.dataset.stale;
+      }
+    }
+  } finally {
+    clearTimeout(timer);
   }
 }
 
 let asked = null;
-function askForKey() {
+// `refused`: the key that the server didn't take, if there was one.
+function askForKey(refused) {
   asked ??= new Promise((resolve) => {
+    show("key-note", refused ? "The server doesn't take that key." : "");
+    at("key").value = "";
     at("key-dialog").showModal();
     at("key-form").onsubmit = () => {
       key.set(at("key").value.trim());
@@ -144,11 +182,22 @@ function askForKey() {
   return asked;
 }
 
+function showLost(error) {
+  document.body.dataset.stale = ""; // what is below is of the last report
+  if (error instanceof Refusal) {
+    showVerdict({ level: "critical", title: "Refused", sentences: [error.message] });
+    return;
+  }
+  const silent = error.name === "AbortError" ? `has sent nothing for ${SILENCE_MS / 1000} seconds` : "doesn't answer";
+  const sentence = `The server ${silent}; this page tries again every ${RETRY_MS / 1000} seconds.`;
+  showVerdict({ level: "critical", title: "No answer", sentences: [sentence] });
+}
+
 for (;;) {
   try {
     await follow();
   } catch (error) {
-    showVerdict({ level: "critical", title: "No answer", sentences: ["The server doesn't answer; this page tries again every 2 seconds."] });
+    showLost(error);
   }
   await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
 }
