@@ -149,6 +149,37 @@ def defines(module: Path, members: list[str]) -> bool:
     return file.is_file() and all(re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) for name in members)
 
 
+def test_the_walk_goes_through_functions_that_are_defined():
+    text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    walk = text[text.index("## The walk of a prompt") : text.index("## Where do I find")]
+    hops = re.findall(r"`([a-z_]+(?:/[a-z_]+)*)\.((?:[A-Z]\w+\.)?[a-z_]+)`", walk)
+    assert len(hops) > 20
+    assert [f"{module}.{hop}" for module, hop in hops if hop not in functions(ROOT / "server" / f"{module}.py")] == []
+
+
+def functions(file: Path) -> set[str]:
+    """`step` of a module, `Batch.step` of a class; functions within functions too, as routes are."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return found | {f"{one.name}.{node.name}" for one in classes for node in one.body if isinstance(node, kinds)}
+
+
+RETIRED = re.compile(
+    r"\b(whoever|nobody|somebody|befall\w*|convict\w*|acquit\w*|cohort\w*|roster|succession|rehears\w*|sentinel|prover)\b",
+    re.IGNORECASE,
+)
+
+
+def test_no_retired_word_comes_back():
+    """docs/structure.md has a glossary; these had been words of the code beside it."""
+    pages = ["docs/journal.md", "docs/background.md", "docs/kv-on-disk.md", "docs/operating.md", "docs/structure.md"]
+    files = [*(ROOT / "server").rglob("*.py"), *(ROOT / page for page in [*pages, "README.md"])]
+    found = [(path.name, word) for path in files for word in RETIRED.findall(path.read_text(encoding="utf-8"))]
+    assert found == []
+
+
 def is_member(name: str) -> bool:
     """Tell whether `name` is something that its module defines."""
     module, _, member = name.rpartition(".")

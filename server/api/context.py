@@ -112,7 +112,7 @@ class AppContext(ServedModel):
     journal: Journal = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "large", LargeRequests(lambda: self.recipe, self.tokenizer))
+        object.__setattr__(self, "large", LargeRequests(self.recipe, self.tokenizer))
         object.__setattr__(self, "feed", Feed(self.supervisor, self.metrics, self.name))
         object.__setattr__(self, "journal", Journal(self.settings, self.metrics.journal))
 

@@ -1,4 +1,4 @@
-"""A rehearsed run: one plan of rows that come and go, played in Marathon's own loop or in mlx-lm's BatchGenerator.
+"""A replay: one plan of rows that come and go, played in Marathon's own loop or in mlx-lm's BatchGenerator.
 
 Owns the plan, the readings taken while it is played, and the two stages. Runs in the main thread of a process of its
 own (`marathon certify`, load tests, tests), never in a server or in a serving engine. The loop is the engine's, whole:

@@ -8,12 +8,11 @@ which take padding for text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from server.compute.cudnn_shapes import most_read, rows_read
 from server.compute.rows import Row
-from server.engine.plan import Plan
 from server.ipc.probe import ReadsTogether
 
 MOST_ROWS = 32  # of a pass
@@ -52,16 +51,13 @@ class JointPrefill:
         self.way = way
         self._waits = waits
 
-    def choose(
-        self, first: M, others: Iterable[M], limit: int, begin: Callable[[M], Plan[None]]
-    ) -> Plan[list[tuple[M, int]]]:
-        """Plan who reads the next pass: (sequence, tokens), within `limit` tokens; none if `first` had better read
-        alone.
+    def candidates(self, first: M, others: Iterable[M], limit: int) -> Iterator[M]:
+        """Yield the others that may share a pass of `limit` tokens with `first`, which has begun and has tokens left.
 
-        `first` has begun and has tokens left; `begin(other)` is planned for the others that haven't.
+        The caller begins each that hasn't before it asks for the next: what is left of it decides how many more fit.
         """
         if self.way == "alone" or limit < 2 or not eligible(first):
-            return []
+            return
         mates = [first]
         tokens = first.left
         for other in sorted((other for other in others if eligible(other)), key=lambda r: r.left):
@@ -69,11 +65,16 @@ class JointPrefill:
                 break
             if not other.begun and self._waits(other.row, [mate.row for mate in mates]):
                 continue
-            if not other.begun:
-                yield from begin(other)
+            yield other
             if other.left:
                 mates.append(other)
                 tokens += other.left
+
+    def choose(self, mates: list[M], limit: int) -> list[tuple[M, int]]:
+        """Choose who of these reads the next pass: (sequence, tokens), within `limit` tokens; none if the first had
+        better read alone."""
+        if len(mates) < 2:
+            return []
         choice = self._even
         if self.way == "padded":
             choice = self._padded

@@ -223,7 +223,13 @@ class Prefill:
         if not others or (left is not None and limit == CHUNKS[-1] and self._of_all(limit) > left):
             return []
         limit = min(limit, self._affordable(turn.room, LONGEST) // ROOMY)
-        return (yield from self._joint_prefill.choose(reading, others, limit, lambda other: self._begin(other, turn)))
+        mates = [reading]
+        for other in self._joint_prefill.candidates(reading, others, limit):
+            if not other.begun:
+                yield from self._begin(other, turn)
+            if other.left:
+                mates.append(other)
+        return self._joint_prefill.choose(mates, limit)
 
     def _turn(self, waiting: list[PromptReading], budget: float | None) -> PromptReading:
         """Whose chunk is next: the one with the least left, unless such are too far ahead of the oldest."""

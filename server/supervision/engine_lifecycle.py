@@ -27,13 +27,13 @@ from server.ipc.snapshot import Action, Snapshot
 from server.settings import Settings
 from server.supervision import engine_process
 from server.supervision.admission import Capacity
-from server.supervision.convictions import Convictions
 from server.supervision.engine_process import Engine, EngineConnection
 from server.supervision.generation import Cause, Generation
 from server.supervision.liveness import Liveness, Overdue
 from server.supervision.outputs import OutputCounts
 from server.supervision.prefill_log import PrefillLog
 from server.supervision.probation import MAX_BLAMED
+from server.supervision.quarantine import Quarantine
 from server.supervision.scheduler import Scheduler
 from server.supervision.spare_engine import SpareEngine
 from server.supervision.timeouts import GOOD_LIFE, HASTY_ROTATIONS, Backoff, RotationPace, StallLimit
@@ -91,7 +91,7 @@ class EngineLifecycle:
         self._counts = counts
         self._scheduler = scheduler
         self._clock = scheduler.clock
-        self.convictions = Convictions(scheduler.clock)
+        self.quarantine = Quarantine(scheduler.clock)
         self._spawn = spawn
         self._spare = SpareEngine(lambda: spawn(messages.NO_EPOCH), model_path, scheduler.clock)
         self._on_load_failed = on_load_failed
@@ -179,7 +179,7 @@ class EngineLifecycle:
             else:
                 self.down = "the engine was lost and starts anew"
         for generation in self._scheduler.take_back(cause, planned=self.ending in ("rotation", "stop")):
-            self._convict(generation)
+            self._end_in_quarantine(generation)
         if self.snapshot is not None:
             last = self.snapshot
             self.snapshot = None
@@ -187,7 +187,7 @@ class EngineLifecycle:
                 callback(last)
         return was_ready
 
-    def _convict(self, generation: Generation) -> None:
+    def _end_in_quarantine(self, generation: Generation) -> None:
         past = generation.past
         log.warning(
             "sequence %d has cost %d engines without a token (limit %d) and is ended",
@@ -195,7 +195,7 @@ class EngineLifecycle:
         )  # fmt: skip
         self._act("quarantine", past.barren, MAX_BLAMED)
         message = f"The engine was lost {past.deaths} times while it worked on this request; it isn't tried again."
-        self.convictions.remember(generation.sequence.prompt)
+        self.quarantine.add(generation.sequence.prompt)
         self._scheduler.fail(generation.live, FatalPrompt(message))
 
     def _account(self, connection: EngineConnection, was_ready: bool, end: str) -> float:

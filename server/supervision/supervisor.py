@@ -97,7 +97,7 @@ class Supervisor:
         capacity = Capacity(known, self._settings.context, self._settings.max_rows)
         for sequence in sequences:
             capacity.check(sequence)
-            self._engines.convictions.check(sequence.prompt)
+            self._engines.quarantine.check(sequence.prompt)
         if deadline is None and not background and (seconds := self._settings.request_timeout_seconds) is not None:
             deadline = self.clock() + seconds
         return self._scheduler.enter(sequences, endpoint, deadline, log=log, generated=generated, background=background)

@@ -160,7 +160,7 @@ def make(monkeypatch):
     recipe, made = Recipe(settings().model_dump_json(), MODEL, 1, tokenizer().folder), []
 
     def one(**options: Any) -> LargeRequests:
-        made.append(LargeRequests(lambda: recipe, tokenizer(), **options))
+        made.append(LargeRequests(recipe, tokenizer(), **options))
         return made[-1]
 
     yield one

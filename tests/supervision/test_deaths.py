@@ -120,7 +120,7 @@ async def test_requests_that_come_while_the_engine_is_replaced_wait_for_the_next
         assert await collect(supervisor.open([s], endpoint="chat")) == [fake.expected(s)]
 
 
-# ---------------------------------------------------------------- many deaths: who gets on is never convicted
+# ---------------------------------------------------------------- many deaths: a generation that gets on is never ended
 async def survive(fake: FakeEngine, counts: Recorded, streams: int, max_tokens: int = 300) -> int:
     """All streams come out right, whatever `fake.starts` says. Returns how many engines it took."""
     wanted = [sequence(i, max_tokens=max_tokens) for i in range(streams)]
@@ -151,7 +151,7 @@ async def test_a_death_before_a_generation_could_do_anything_counts_against_none
 @pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize("after", [0.0, 0.01, 0.3, 0.9, 3.0])
 @played
-async def test_engines_that_are_killed_as_soon_as_they_are_ready_convict_none(fake, counts, after, streams):
+async def test_engines_that_are_killed_as_soon_as_they_are_ready_end_no_generation(fake, counts, after, streams):
     """Long before a first token could come. The killer looks at /ready, as anybody may."""
     wanted = [sequence(i, max_tokens=100) for i in range(streams)]
     async with supervise(fake, counts) as supervisor:
@@ -206,7 +206,7 @@ async def test_a_poison_request_ends_alone(fake, counts, poison):
 
 
 @played
-async def test_a_convicted_prompt_is_refused_for_a_minute_and_no_other_is(fake, counts):
+async def test_a_prompt_in_quarantine_is_refused_for_a_minute_and_no_other_is(fake, counts):
     fake.poison[666] = Poison(0)
     async with supervise(fake, counts) as supervisor:
         with pytest.raises(FatalPrompt, match="isn't tried again"):

@@ -47,10 +47,8 @@ class LargeRequests:
         tokenizer: this process's own; results that refer to the other one's get it instead.
     """
 
-    def __init__(
-        self, start: Callable[[], object], tokenizer: object, *, seconds: int = SECONDS, idle: float = IDLE_SECONDS
-    ) -> None:
-        self._start_with = start
+    def __init__(self, start: object, tokenizer: object, *, seconds: int = SECONDS, idle: float = IDLE_SECONDS) -> None:
+        self._greeting = start
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._idle = idle
@@ -130,7 +128,7 @@ class LargeRequests:
             self._socket = ours
             if self._closed:
                 process.kill()
-        write(ours, (self._start_with(), self._seconds), b"")
+        write(ours, (self._greeting, self._seconds), b"")
         return ours
 
     def _end(self) -> None:

@@ -1,6 +1,6 @@
 """Text → token ids, with control tokens only where they may be.
 
-Owns the border between text that somebody typed and text that structures a prompt: `Shield` marks what looks like a
+Owns the border between text that a user typed and text that structures a prompt: `Shield` marks what looks like a
 special token in typed text, `Encoder` turns it into ordinary tokens. Runs in the server's worker thread. Never renders
 a template, never touches MLX.
 

@@ -1,7 +1,7 @@
-"""Prompts that have cost engines, remembered for a minute.
+"""Prompts that have cost engines, refused for a minute.
 
 Owns that memory. An agent whose request has failed sends it again at once, sometimes by another route: it would kill as
-many engines again. Runs on the event loop; one a supervisor, for every protocol. Never decides who is guilty.
+many engines again. Runs on the event loop; one a supervisor, for every protocol. Never decides whose fault it is.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ SECONDS = 60.0
 MOST = 256  # prompts
 
 
-class Convictions:
-    """Digests of prompts and when each was convicted; mutable. `clock` gives seconds."""
+class Quarantine:
+    """Digests of prompts and when each was added; mutable. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._times: dict[bytes, float] = {}
 
-    def remember(self, prompt: Sequence[int]) -> None:
-        """The newest is kept longest."""
+    def add(self, prompt: Sequence[int]) -> None:
+        """Refuse this prompt from now on. The newest is kept longest."""
         while len(self._times) >= MOST:
             del self._times[next(iter(self._times))]
         self._times[_digest(prompt)] = self._clock()
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Raises FatalPrompt for one that was convicted a short while ago. Costs nothing as long as none was."""
+        """Raise FatalPrompt for a prompt that is in quarantine. Costs nothing as long as none is."""
         oldest = self._clock() - SECONDS
         self._times = {digest: when for digest, when in self._times.items() if when > oldest}
         if self._times and _digest(prompt) in self._times:
