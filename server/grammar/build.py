@@ -158,11 +158,19 @@ def _calls(calls: Calls, prove: Prove) -> Iterator[str]:
     yield f"calls: {symbols(style.opening)} call{more} {symbols(style.closing)}"
     yield f"call: {' | '.join(f'f{i}' for i in range(len(calls.functions)))}"
     for index, (name, parameters, param) in enumerate(calls.functions):
-        schema = ANY_OBJECT | (parameters or {})
-        check(schema, param, prove)
+        check(ANY_OBJECT | (parameters or {}), param, prove)
+        schema = _arguments(parameters or {}, param)
         head = (*style.before, json.dumps(name) if style.quotes else name, *style.after)
         yield f"f{index}: {symbols(head)} a{index} {symbols(style.tail)}"
         yield f"a{index}: {json_rule(schema)}"
+
+
+def _arguments(parameters: dict[str, Any], param: str) -> dict[str, Any]:
+    """The schema of a call's arguments, which are an object whatever else `parameters` admit."""
+    kinds = parameters.get("type", "object")
+    if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
+        return parameters | ANY_OBJECT
+    raise InvalidValue(f"{param}.type: a call's arguments are an object, not {kinds!r}", param=f"{param}.type")
 
 
 def _thought(reasoning: ReasoningRule | None) -> str:

@@ -72,6 +72,24 @@ def test_a_forced_answer_is_calls_and_nothing_else() -> None:
     assert not accepts(single, call("no-args") + "\n" + call("no-args"))
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [{"type": ["object", "null"]}, {"type": ["null", "object"], "properties": {"a": {"type": "null"}}}, {}, None],
+    ids=str,
+)
+def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any] | None) -> None:
+    made = build.answer(calls=replace(CALLS, functions=[("f", parameters, "tools[0]")], several=False))
+    assert accepts(made, call("f", a=None))
+    assert not accepts(made, call("f").replace("{}", "null"))
+
+
+@pytest.mark.parametrize("kind", ["string", "null", ["string", "null"]])
+def test_a_forced_call_whose_arguments_are_no_object_is_refused(kind: Any) -> None:
+    with pytest.raises(InvalidValue, match="arguments are an object") as caught:
+        build.answer(calls=replace(CALLS, functions=[("f", {"type": kind}, "tools[0].function.parameters")]))
+    assert caught.value.param == "tools[0].function.parameters.type"
+
+
 def test_json_or_calls_when_both_are_allowed() -> None:
     made = build.answer(CITY, param="p", calls=CALLS)
     assert accepts(made, '{"city": "Oslo"}')

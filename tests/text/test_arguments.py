@@ -29,6 +29,7 @@ def read(schema: Any, text: str, **root: Any) -> Any:
         *(STRING, {"type": ["string", "null"]}, {"type": ["integer", "string"]}, {"anyOf": [INTEGER, STRING]}),
         *({"oneOf": [{"type": "object"}, STRING]}, {"allOf": [STRING]}, {"type": "string", "nullable": True}),
         *({}, True, {"description": "anything"}, {"$ref": "#/$defs/Missing"}, {"$ref": "http://elsewhere"}),
+        {"$ref": "#anchor"},
         *({"type": "any"}, {"type": "STRING"}, {"format": "date"}, {"minLength": 1}, {"$ref": "#/$defs/Loop"}, None),
         *({"not": INTEGER}, {"not": {}}, {"anyOf": []}, {"type": 3}),
     ],

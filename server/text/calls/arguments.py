@@ -159,7 +159,7 @@ class Parameters:
     def _target(self, schema: Mapping[str, Any]) -> Any:
         """What `$ref` leads to; anything goes where that isn't found."""
         reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#"):
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return True
         found: Any = self._root
         for step in reference.removeprefix("#").split("/")[1:]:

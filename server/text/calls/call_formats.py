@@ -11,6 +11,7 @@ from typing import Any
 
 from server.text.calls import json_calls, marked_calls, spelled_calls
 from server.text.calls.arguments import ModelCall, Parameters, Value
+from server.text.calls.literals import container
 from server.text.calls.markup import MARKUPS
 from server.text.calls.spelled_calls import NOTATIONS
 from server.text.tokenizer import ToolFormat
@@ -23,7 +24,9 @@ UNTAGGED = {"qwen3_coder": "<function="}
 # Formats in which a call's name and arguments are members of one object.
 _IN_OBJECTS = frozenset({"json_tools", "mistral"})
 _CALL_END = re.compile(r"\A\s*<\|tool_call_end\|>")  # Kimi's
-_LAYOUT = re.compile(r"[\s,\[\]{}()]|</?(?:tool_call|function|parameter|invoke)>|<\|tool_call_(?:begin|end)\|>")
+_LAYOUT = re.compile(
+    r"[\s,\[\]{}()]|```(?:json)?|</?(?:tool_call|function|parameter|invoke)>|<\|tool_call_(?:begin|end)\|>"
+)
 
 
 Parts = list[ModelCall | str]
@@ -37,7 +40,7 @@ def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, who
         return _read_several(form, text, tools)
     guesses = []
     if whole:
-        guesses = [_by_name(form, text, tools), _by_mlx_lm(form, text, tools)]
+        guesses = [_by_name(form, text, tools), _by_literal(text), _by_mlx_lm(form, text, tools)]
     for parts in (found, json_calls.read(text), *guesses):
         if any(isinstance(part, ModelCall) for part in parts):
             return [part for part in parts if isinstance(part, ModelCall) or _says(form, part)]
@@ -99,6 +102,15 @@ def _by_name(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) ->
     if form.name in _NAMES_FIRST and _names_tool(call, tools):
         return [call]
     return []
+
+
+def _by_literal(text: str) -> Parts:
+    """Calls that are written as Python writes them, with its quotation marks."""
+    found = container(text)
+    try:
+        return [json_calls.written(call) for call in (found if isinstance(found, list) else [found])]
+    except ValueError:
+        return []
 
 
 def _by_mlx_lm(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:

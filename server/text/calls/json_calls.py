@@ -56,6 +56,8 @@ def written(call: Any) -> ModelCall:
     """Raises ValueError for what is no call."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call | call["function"]
+    elif isinstance(call, dict) and isinstance(call.get("function"), str):
+        call = {"name": call["function"]} | call
     if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not name:
         raise ValueError("a call needs a name")
     arguments = call.get("arguments", call.get("parameters"))

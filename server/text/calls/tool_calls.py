@@ -15,6 +15,7 @@ from typing import Any
 from server.text.calls import call_formats, json_calls
 from server.text.calls.arguments import ModelCall, Parameters
 from server.text.calls.call_ids import CallIds
+from server.text.calls.json_object import JsonObject
 from server.text.tokenizer import ToolFormat
 
 _MOST_LOOKS = 100  # at a block's text for the meaning of a closing tag; each reads all of it
@@ -76,7 +77,7 @@ class Block:
         self._untagged = opening == call_formats.UNTAGGED.get(form.name)
         self._parts: list[str] = []  # all text since the last call's arguments, or the block's beginning
         self._tail = ""  # the same, as long as a call may be told early
-        self._object: _Object | None = None  # the arguments that are being read
+        self._object: JsonObject | None = None  # the arguments that are being read
         self._looks = 0
         self.calls = 0
 
@@ -93,7 +94,8 @@ class Block:
         """What is left when the block is complete, or the answer is: calls, and text that belongs to none. None: there
         is no call in the block, show its text. `whole`: nothing was cut off."""
         if self._object is not None:
-            return []
+            rest = self._object.rest()
+            return [CallArguments(self._first + self.calls - 1, rest)] if rest else []
         if self.calls:
             return self._told(call_formats.read_rest(self._form, self._text))
         if self._untagged:
@@ -138,15 +140,16 @@ class Block:
             return ""
         rest = self._tail[match.end() :]
         self._tail = ""
-        self._object = _Object()
+        self._object = JsonObject()
         self._parts.clear()
         pieces.append(self._begin(_name(match), match.groupdict().get("id")))
         return rest
 
     def _read_arguments(self, text: str, pieces: list[CallPiece]) -> str:
         assert self._object is not None
-        end = self._object.read(text)
-        pieces.append(CallArguments(self._first + self.calls - 1, text[:end]))
+        told, end = self._object.read(text)
+        if told:
+            pieces.append(CallArguments(self._first + self.calls - 1, told))
         if self._object.complete:
             self._object = None
         return text[end:]
@@ -169,42 +172,6 @@ class Block:
         if isinstance(call.arguments, str):
             return call.arguments
         return Parameters.named(call.name, self._tools).convert(call.arguments)
-
-
-class _Object:
-    """Finds the end of a JSON object that comes in pieces, without judging what is in it.
-
-    Attributes:
-        in_string: what was read ends inside one of its strings.
-        complete: its end was read.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self.in_string = self._escaped = False
-        self.complete = False
-
-    def read(self, text: str) -> int:
-        """How much of `text` belongs to the object."""
-        for position, char in enumerate(text, 1):
-            self._take(char)
-            if self.complete:
-                return position
-        return len(text)
-
-    def _take(self, char: str) -> None:
-        if self.in_string:
-            if self._escaped or char == "\\":
-                self._escaped = not self._escaped
-            elif char == '"':
-                self.in_string = False
-        elif char == '"':
-            self.in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-            self.complete = self._depth == 0
 
 
 def _name(match: re.Match[str]) -> str:

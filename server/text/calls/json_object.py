@@ -1,0 +1,107 @@
+"""Arguments that are a JSON object and come in pieces.
+
+Owns where the object ends, and the mending of what models get wrong in it although it has one meaning only: a line
+break or another control character in a string, a backslash that escapes nothing, Python's words, a comma before a
+bracket. Runs on the event loop; mutable, one for a call. Hands out each piece at once, but for a word, a comma or an
+escape whose meaning the next character tells.
+"""
+
+from __future__ import annotations
+
+import json
+
+_ESCAPED = frozenset('"\\/bfnrt')
+_HEX = frozenset("0123456789abcdefABCDEF")
+_UNICODE = 6  # characters of an escape such as \u00e9
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+class JsonObject:
+    """Reads one object.
+
+    Attributes:
+        in_string: what was read ends inside one of its strings.
+        complete: its end was read.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._held = ""  # what the next characters tell the meaning of
+        self.in_string = False
+        self.complete = False
+
+    def read(self, text: str) -> tuple[str, int]:
+        """What to hand out, and how much of `text` belongs to the object."""
+        told: list[str] = []
+        for position, char in enumerate(text, 1):
+            told.append(self._within(char) if self.in_string else self._between(char))
+            if self.complete:
+                return "".join(told), position
+        return "".join(told), len(text)
+
+    def rest(self) -> str:
+        """What wasn't handed out, when nothing follows."""
+        return self._held
+
+    def _within(self, char: str) -> str:
+        """The next character of a string."""
+        if self._held:
+            return self._escape(char)
+        if char == "\\":
+            self._held = char
+            return ""
+        if char == '"':
+            self.in_string = False
+        return _plain(char)
+
+    def _escape(self, char: str) -> str:
+        """The next character behind a backslash."""
+        held = self._held + char
+        if (held[1] == "u" and len(held) == 2) or (held.startswith("\\u") and char in _HEX):
+            self._held = held
+            if len(held) < _UNICODE:
+                return ""
+        elif held.startswith("\\u"):  # as in C:\users
+            before = "\\" + self._held
+            self._held = ""
+            return before + self._within(char)
+        elif char == "'":
+            held = char
+        elif char not in _ESCAPED:
+            held = "\\\\" + _plain(char)
+        self._held = ""
+        return held
+
+    def _between(self, char: str) -> str:
+        """The next character outside of strings."""
+        if self._goes_on(char):
+            self._held += char
+            return ""
+        before = _WORDS.get(self._held, self._held)
+        if char in "}]" and before.startswith(","):
+            before = before[1:]
+        self._held = ""
+        if char == "," or char.isalpha():
+            self._held = char
+            return before
+        if char == '"':
+            self.in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            self.complete = self._depth == 0
+        return before + char
+
+    def _goes_on(self, char: str) -> bool:
+        """Whether a character belongs to the word or comma that is held."""
+        if self._held.startswith(","):
+            return char.isspace()
+        return char.isalpha()
+
+
+def _plain(char: str) -> str:
+    """A character of a string, escaped if JSON has it only so."""
+    if char < " ":
+        return json.dumps(char)[1:-1]
+    return char

@@ -1,0 +1,110 @@
+"""Arguments that are written nearly as JSON has them."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from typing import Any
+
+import pytest
+from calling import function
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spelling import Spelled, answer, state, tool_format
+
+from server.text.calls.json_object import JsonObject
+from server.text.detokenizer import Answer
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+def told(parser: str, parts: list[str]) -> Answer:
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+    tokenizer = Spelled(None, tool_format(parser, module.tool_call_start, module.tool_call_end))
+    text = state(tokenizer, tools=[function("f", {"type": "object"})])
+    pieces = itertools.chain(*(text.feed([token]) for token in tokenizer.tokens(parts)))
+    return answer([*pieces, *text.finish(cut=False)])
+
+
+def read(*parts: str) -> tuple[str, bool]:
+    """What is handed out, and whether the object ended with the last part."""
+    made = JsonObject()
+    pieces = []
+    for part in parts:
+        text, taken = made.read(part)
+        pieces.append(text)
+        assert taken == len(part)
+    return "".join([*pieces, made.rest()]), made.complete
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('{"a": "x\ny\tz\r\x00"}', {"a": "x\ny\tz\r\x00"}),
+        (r'{"a": "C:\users\new\\dir \d+ it\'s \"q\" \u00e9\u12"}', {"a": 'C:\\users\new\\dir \\d+ it\'s "q" é\\u12'}),
+        ('{"a": "line\\\nnext"}', {"a": "line\\\nnext"}),
+        ('{"on": True, "off":False,"x":[None,None]}', {"on": True, "off": False, "x": [None, None]}),
+        ('{"a": "True, None]", "True": "x"}', {"a": "True, None]", "True": "x"}),
+        ('{"a": [1, 2, ], "b": {"c": 1e5,},\n}', {"a": [1, 2], "b": {"c": 1e5}}),
+        (r'{"a": "\u12\"}"}', {"a": '\\u12"}'}),
+        (r'{"a": "\u\u00e9"}', {"a": "\\ué"}),
+    ],
+)
+def test_what_has_one_meaning_only_is_mended(written: str, meant: dict[str, Any]) -> None:
+    for parts in ([written], list(written), [written[:9], written[9:]]):
+        text, complete = read(*parts)
+        assert complete
+        assert json.loads(text) == meant
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.text(), VALUES), st.booleans(), st.sampled_from([None, 1]), st.data())
+def test_json_stays_as_it_is(value: dict[str, Any], ascii_only: bool, indent: int | None, data: st.DataObject) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    cut = data.draw(st.integers(0, len(text)))
+    assert read(text[:cut], text[cut:]) == (text, True)
+
+
+@pytest.mark.parametrize("text", ['{"a": tru', '{"a": "x\\', '{"a": "\\u00', '{"a": 1, ', "{"])
+def test_nothing_of_a_cut_object_is_lost(text: str) -> None:
+    assert read(text) == (text, False)
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "kimi_k2", "mistral"])
+def test_arguments_are_json_where_a_model_writes_line_breaks_in_strings(parser: str) -> None:
+    arguments = '{"text": "a\n\\d", "on": True,}'
+    before, behind = {
+        "json_tools": ('<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>"),
+        "kimi_k2": (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+        "mistral": ("[TOOL_CALLS]f[ARGS]", ""),
+    }[parser]
+    text = before + arguments + behind
+    for parts in ([text], list(text)):
+        [call] = told(parser, parts).calls
+        assert json.loads(call.arguments) == {"text": "a\n\\d", "on": True}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{'name': 'f', 'arguments': {'text': 'it\\'s', 'on': True}}",
+        '{"function": "f", "arguments": {"text": "it\'s", "on": true}}',
+        '```json\n{"name": "f", "arguments": {"text": "it\'s", "on": true}}\n```',
+        '[{"arguments": {"text": "it\'s", "on": true}, "name": "f"}]',
+    ],
+)
+def test_a_call_is_found_in_the_ways_in_which_small_models_write_it(text: str) -> None:
+    block = f"<tool_call>\n{text}\n</tool_call>"
+    for parts in ([block], list(block)):
+        answer = told("json_tools", parts)
+        [call] = answer.calls
+        assert (call.name, json.loads(call.arguments)) == ("f", {"text": "it's", "on": True})
+        assert not answer.content
