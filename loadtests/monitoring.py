@@ -46,6 +46,7 @@ EMPTY = {  # panels that may have no data here, and why
 FAMILY = "smollm3"
 LIMIT = 30_000  # live buffers
 AFTER_START_SECONDS = 60  # alerts that wait a minute have fired by then
+KV_DISK = 1 << 28  # bytes
 LEAK = 3  # live buffers a step
 DEEP = 36  # layers: each kept prompt holds two arrays a layer
 TURNED_OVER = 32  # kept prompts that were given up for newer ones, at the least
@@ -119,27 +120,40 @@ def _reached(found: Prometheus, process: subprocess.Popen[bytes]) -> Prometheus:
 
 
 def complete(server: Server, prompt: str, tokens: int) -> None:
-    """One streamed completion, read to its end; an answer that fails is the metrics' business."""
-    body = {"model": "default", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    """One streamed completion, read to its end."""
+    _read(server, "completions", {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True})
+
+
+def respond(server: Server, prompt: str, tokens: int) -> None:
+    """One answer in the background, which is stored, read to its end."""
+    _read(server, "responses", {"input": prompt, "max_output_tokens": tokens, "background": True})
+
+
+def _read(server: Server, route: str, fields: dict[str, Any]) -> None:
+    """Reads a stream; an answer that fails is the metrics' business."""
+    body = {"model": "default", "stream": True, **fields}
+    url = f"http://127.0.0.1:{server.port}/v1/{route}"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=600) as answer:
         while answer.read(4096):
             pass
 
 
+Ask = Callable[[Server, str, int], None]
+
+
 @contextlib.contextmanager
-def loaded(server: Server, streams: int, tokens: int) -> Iterator[None]:
-    """`streams` clients that ask one completion after the other, of mixed lengths."""
+def loaded(server: Server, streams: int, tokens: int, ask: Ask = complete) -> Iterator[None]:
+    """`streams` clients that ask one thing after the other, in prompts of mixed lengths."""
     over = threading.Event()
 
-    def ask(number: int) -> None:
+    def follow(number: int) -> None:
         turn = 0
         while not over.is_set():
             turn += 1
-            complete(server, f"{number} {turn} " + "and so on " * (1 + 7 * (turn * number % 40)), tokens)
+            ask(server, f"{number} {turn} " + "and so on " * (1 + 7 * (turn * number % 40)), tokens)
 
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(1, streams + 1)]
+    threads = [threading.Thread(target=follow, args=(number,), daemon=True) for number in range(1, streams + 1)]
     for thread in threads:
         thread.start()
     try:
@@ -175,9 +189,12 @@ def empty_panels(found: Prometheus) -> list[str]:
 # ---------------------------------------------------------------- the looks
 def under_load(model: Path, folder: Path, seconds: float) -> list[str]:
     """Load and one kill: rules evaluate, panels have data, nothing fires that shouldn't."""
-    options = {"live_buffers": "native", "access_log": "off"}
+    options = {
+        "live_buffers": "native", "access_log": "off", "journal": folder / "journal.db", "kv_disk": KV_DISK,
+        "kv_disk_folder": folder / "kv",
+    }  # fmt: skip
     with harness.marathon(model, folder / "load.log", **options) as server, watched(server, folder / "load") as found:
-        with loaded(server, 4, 200):
+        with loaded(server, 4, 200), loaded(server, 1, 400, ask=respond):
             sleep(seconds / 2)
             pid = server.engine_pid()
             if pid is not None:

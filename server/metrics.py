@@ -64,6 +64,9 @@ MODEL_INFO = Family("marathon_model_info", "The model that is served.", "gauge",
 DECODE_RATE = Family(
     "marathon_decode_tokens_per_second", "Tokens generated a second over the last seconds; 0 when idle.", "gauge"
 )
+STARTED = Family(
+    "marathon_start_time_seconds", "When the server process began to serve, in seconds since the epoch.", "gauge"
+)
 RESIDENT = Family(
     "marathon_process_resident_bytes",
     "Memory of the server process: its resident size, on macOS its footprint.",
@@ -78,6 +81,7 @@ class Metrics:
         self.registry = registry
         self.journal = JournalMetrics()
         self._model: str | None = None
+        self._started = time.time()
         self._engine = EngineMetrics()
         self._rate = Rate(clock)
         self._build = (server.__version__, _installed("mlx"), _installed("mlx-lm"))
@@ -224,7 +228,7 @@ class Metrics:
         """Every family, whether it has samples now or not."""
         own = [counted.family for counted in self._counted]
         parts = [*self.journal.families(), *engine_metrics.families()]
-        return [BUILD_INFO, MODEL_INFO, DECODE_RATE, RESIDENT, *own, *parts]
+        return [BUILD_INFO, MODEL_INFO, DECODE_RATE, STARTED, RESIDENT, *own, *parts]
 
     def collect(self) -> Iterator[Metric]:
         """For the registry; families without a sample are left out."""
@@ -233,6 +237,7 @@ class Metrics:
         if self._model is not None and engine and engine.known:
             yield metric(MODEL_INFO, {(self._model, engine.known.quantization): 1})
         yield metric(DECODE_RATE, {(): self._rate.read()})
+        yield metric(STARTED, {(): self._started})
         if resident := footprint():
             yield metric(RESIDENT, {(): resident})
         yield from (counted.collect() for counted in self._counted if counted)

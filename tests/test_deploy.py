@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import plistlib
 import re
 import shutil
@@ -225,6 +226,16 @@ def test_each_alert_links_to_its_paragraph_on_the_server_that_it_is_about():
     for rule in alerts():
         url = rule["annotations"]["runbook_url"]
         assert url == "http://{{ $labels.instance }}/page/runbook.html#" + rule["alert"]
+
+
+def test_alerts_and_panels_ask_only_for_series_that_there_are_on_a_mac_too():
+    """The client's own `process_*` come from /proc."""
+    dashboard = json.loads((DEPLOY / "grafana" / "marathon.json").read_text(encoding="utf-8"))
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    asked += [rule["expr"] for rule in alerts()]
+    foreign = {name for query in asked for name in re.findall(r"\b(?:process|python)_\w+", query)}
+    assert len(asked) > 60
+    assert foreign == set()
 
 
 def test_the_runbook_names_options_and_alerts_that_exist():

@@ -115,6 +115,7 @@ CONTRACT: dict[str, tuple[str, dict[str, set[str] | None], list[float]]] = {
     "marathon_device_memory_bytes": ("gauge", {}, []),
     "marathon_engine_footprint_bytes": ("gauge", {}, []),
     "marathon_process_resident_bytes": ("gauge", {}, []),
+    "marathon_start_time_seconds": ("gauge", {}, []),
     "marathon_live_buffers": ("gauge", {"reading": {"settled", "raw"}}, []),
     "marathon_buffer_limit": ("gauge", {}, []),
     "marathon_buffer_headroom_ratio": ("gauge", {}, []),
@@ -768,6 +769,41 @@ def test_no_panel_lies_on_another_and_the_verdict_comes_first(dashboard):
     assert max(cells.values()) == 1
     assert [panel["title"] for panel in panels(dashboard)][:2] == ["Verdict", "Verdict"]
     assert [panel["title"] for panel in panels(dashboard) if panel["type"] == "row"][1] == "Survival"
+
+
+def unit(query: str) -> str:
+    """What a query measures, by the name of its metric and by whether it is a rate."""
+    name = re.search(r"marathon_\w+", query)[0]
+    thing = next((word for word in name.split("_") if word in ("bytes", "seconds", "ratio")), "count")
+    if "rate(" in query and "histogram_quantile" not in query and "/" not in query:
+        return f"{thing} a second"
+    return thing
+
+
+def right_axis(panel: dict) -> set[str]:
+    """Queries of a panel, by their letters, whose axis is the right one."""
+    return {
+        override["matcher"]["options"]
+        for override in panel["fieldConfig"]["overrides"]
+        if override["matcher"]["id"] == "byFrameRefID"
+        and {"id": "custom.axisPlacement", "value": "right"} in override["properties"]
+    }
+
+
+def test_each_axis_of_a_panel_has_one_unit(dashboard):
+    for panel in panels(dashboard):
+        if panel["type"] != "timeseries":
+            continue
+        right = right_axis(panel)
+        for axis in (True, False):
+            units = {unit(target["expr"]) for target in panel["targets"] if (target["refId"] in right) == axis}
+            assert len(units) <= 1, panel["title"]
+
+
+def test_a_start_is_told_by_its_time_so_that_restarts_show_on_every_system(counted):
+    began = scrape(counted)("marathon_start_time_seconds")
+    assert began == pytest.approx(time.time(), abs=60)
+    assert scrape(counted)("marathon_start_time_seconds") == began
 
 
 def test_what_is_not_well_is_never_green(dashboard):
