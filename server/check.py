@@ -123,7 +123,7 @@ def defaults(tokenizer: Tokenizer) -> dict[str, float]:
 
 def ask_device(settings: Settings) -> dict[str, Any]:
     """Facts about the device, from a process that may create it."""
-    asked = settings.model_dump_json(exclude={"api_key", "api_key_file"})
+    asked = settings.for_a_process()
     try:
         answer = subprocess.run(
             [sys.executable, "-P", "-m", "server.engine.device"],

@@ -38,6 +38,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 _SHOWN_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (10**9, "GB"), (10**6, "MB"), (2**10, "KiB"))
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
 
+SECRETS = {"api_key", "api_key_file"}
 Names = list[str]
 
 
@@ -208,6 +209,10 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
     def base_url(self) -> str:
         """The address at which a client on this machine reaches the server."""
         return http_address(WILDCARDS.get(self.host, self.host), self.port)
+
+    def for_a_process(self) -> str:
+        """As JSON for another process of the server (`from_json`), without the API keys, which none of them needs."""
+        return self.model_dump_json(exclude=SECRETS)
 
     def allowed_context(self, model: int) -> int:
         """Positions a sequence may have when the model was made for so many."""

@@ -13,7 +13,7 @@ from server import check, cli
 from server.config.cache_folder import cache_folder
 from server.config.sources import variable
 from server.errors import StartupError
-from server.settings import SIZES, Settings, in_words, load, load_from, option, read_sources
+from server.settings import SIZES, Settings, from_json, in_words, load, load_from, option, read_sources
 
 
 def written(folder: Path, text: str | bytes) -> Path:
@@ -210,3 +210,13 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, empty_home, tmp_p
         monkeypatch.setattr(sys, "platform", "darwin")
         assert cache_folder() == empty_home / "Library" / "Caches" / "mlx-marathon"
     assert cache_folder(tmp_path) == tmp_path
+
+
+def test_another_process_gets_every_setting_but_the_keys(tmp_path):
+    (tmp_path / "keys").write_text("from-a-file\n")
+    chosen = load({"api_key": "secret", "api_key_file": str(tmp_path / "keys"), "context": 77})
+    sent = chosen.for_a_process()
+    assert "secret" not in sent
+    assert "from-a-file" not in sent
+    without = chosen.model_copy(update={"api_key": from_json("{}").api_key, "api_key_file": None})
+    assert from_json(sent) == without

@@ -87,7 +87,7 @@ class ServedModel:
 
     @property
     def recipe(self) -> Recipe:
-        shown = self.settings.model_dump_json(exclude={"api_key", "api_key_file"})
+        shown = self.settings.for_a_process()
         return Recipe(shown, self.name, self.created, self.tokenizer.folder)
 
     def check_model(self, name: str | None) -> None:

@@ -7,9 +7,9 @@ creates nothing.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
+
+from server.config.platform_folder import platform_folder
 
 TRIALS = "trials"  # what models showed when they were tried out
 COUNTERS = "native"  # built live-buffer counters
@@ -20,9 +20,4 @@ def cache_folder(configured: Path | None = None) -> Path:
     """`configured`, else below `$XDG_CACHE_HOME` where that is set, else in the platform's own place."""
     if configured is not None:
         return configured
-    if root := os.environ.get("XDG_CACHE_HOME"):
-        return Path(root) / "mlx-marathon"
-    place = ".cache"
-    if sys.platform == "darwin":
-        place = "Library/Caches"
-    return Path.home() / place / "mlx-marathon"
+    return platform_folder("XDG_CACHE_HOME", elsewhere=".cache", mac="Library/Caches")

@@ -6,18 +6,13 @@ nothing.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
+
+from server.config.platform_folder import platform_folder
 
 JOURNAL = "journal.db"
 
 
 def data_folder() -> Path:
     """Below `$XDG_DATA_HOME` where that is set, else in the platform's own place."""
-    if root := os.environ.get("XDG_DATA_HOME"):
-        return Path(root) / "mlx-marathon"
-    place = ".local/share"
-    if sys.platform == "darwin":
-        place = "Library/Application Support"
-    return Path.home() / place / "mlx-marathon"
+    return platform_folder("XDG_DATA_HOME", elsewhere=".local/share", mac="Library/Application Support")

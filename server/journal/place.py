@@ -7,7 +7,6 @@ version.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import sqlite3
@@ -15,6 +14,7 @@ import struct
 import time
 from pathlib import Path
 
+from server.config.file_lock import try_lock
 from server.journal import tables
 
 LOCK_SECONDS = 3.0  # for a server that ends to let go
@@ -43,7 +43,7 @@ class Lock:
         """Wait for it for at most `seconds`. Raises Unusable, OSError."""
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         end = time.monotonic() + seconds
-        while not _locked(file):
+        while not try_lock(file):
             if time.monotonic() >= end:
                 holder = os.read(file, 20).decode(errors="replace").strip()
                 os.close(file)
@@ -57,14 +57,6 @@ class Lock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-def _locked(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def is_locked(path: Path) -> bool:

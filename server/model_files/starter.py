@@ -7,7 +7,6 @@ is a child process (`server.model_files.gguf`). A folder is either whole, under 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -23,9 +22,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from server.config.cache_folder import cache_folder
+from server.config.file_lock import try_lock
 from server.errors import StartupError
 from server.model_files.telling import TellProgress
 
@@ -251,18 +250,9 @@ def _locked(path: Path, progress: TellProgress) -> Iterator[None]:
     """Hold the lock file; it stays behind, empty, because removing it would let two processes in."""
     due = time.monotonic()
     with path.open("wb") as file:
-        while not _is_locked(file):
+        while not try_lock(file):
             if time.monotonic() >= due:
                 progress("another process is preparing the starter model; waiting for it")
                 due += SAY_SECONDS
             time.sleep(_LOOK_SECONDS)
         yield
-
-
-def _is_locked(file: BinaryIO) -> bool:
-    """Take the lock unless another process holds it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

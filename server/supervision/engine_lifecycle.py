@@ -51,7 +51,6 @@ WATCH_SECONDS = 0.2  # between two looks at the engine
 PAUSE_SECONDS = 0.5  # a look that comes later by so much shows that the server itself stood still
 LONG_PAUSE_SECONDS = 2.0  # of those, the ones that an operator should know of
 _KEPT_ACTIONS = 100
-_PRIVATE = {"api_key", "api_key_file"}
 
 Ending = Literal["stall", "rotation", "start", "stop"]  # why we end it ourselves
 
@@ -143,7 +142,7 @@ class EngineLifecycle:
         self.connection = connection = EngineConnection(engine, self.epoch, self._on_event)
         try:
             probe = self.known.probe if self.known else None  # the model is the same; what it costs is known
-            settings = self._settings.model_dump_json(exclude=_PRIVATE)
+            settings = self._settings.for_a_process()
             connection.send(messages.Start(self.epoch, self._model_path, settings, probe))
             if self._tokens is not None:
                 connection.send(messages.Learn(self.epoch, self._tokens))

@@ -13,6 +13,9 @@ from pydantic import Field, Tag
 from server.api.input.schema import (
     IGNORED,
     MAX_MESSAGES,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
     Effort,
     Many,
     Schema,
@@ -164,13 +167,9 @@ class MessagesRequest(MessagesPrompt):
     stop_sequences: Annotated[Many[StopString], Field(max_length=MAX_STOP_SEQUENCES)] | None = Field(
         None, description="strings that end the answer and aren't part of it", examples=[["\n"]]
     )
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="0 is greedy; absent: the model's own default, else 1", examples=[0.7]
-    )
-    top_p: float | None = Field(
-        None, ge=0, le=1, description="share of probability kept; 0 is greedy; absent: the model's, else 1"
-    )
-    top_k: int | None = Field(None, ge=-1, description="number of candidates kept; 0 or -1: all", examples=[40])
+    temperature: float | None = TEMPERATURE
+    top_p: float | None = TOP_P
+    top_k: int | None = TOP_K
     seed: int | None = Field(
         None, ge=-(2**63), le=2**63 - 1, description="repeats the draw whatever else runs; absent: a new one each time"
     )

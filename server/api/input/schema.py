@@ -426,6 +426,14 @@ class ReasoningOptions(Wire):
 
 
 # ---------------------------------------------------------------- requests
+# Fields that Anthropic's Messages have under the same names.
+TEMPERATURE: Any = Field(
+    None, ge=0, le=2, description="0 is greedy; absent: the model's own default, else 1", examples=[0.7]
+)
+TOP_P: Any = Field(None, ge=0, le=1, description="share of probability kept; 0 is greedy; absent: the model's, else 1")
+TOP_K: Any = Field(None, ge=-1, description="number of candidates kept; 0 or -1: all", examples=[40])
+
+
 class SamplingFields(Wire):
     """How the tokens of an answer are drawn, whatever the protocol."""
 
@@ -441,13 +449,9 @@ class SamplingFields(Wire):
     model: str | None = Field(
         None, description="id of the served model, one of its aliases, or `default`", examples=["default"]
     )
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="0 is greedy; absent: the model's own default, else 1", examples=[0.7]
-    )
-    top_p: float | None = Field(
-        None, ge=0, le=1, description="share of probability kept; 0 is greedy; absent: the model's, else 1"
-    )
-    top_k: int | None = Field(None, ge=-1, description="number of candidates kept; 0 or -1: all", examples=[40])
+    temperature: float | None = TEMPERATURE
+    top_p: float | None = TOP_P
+    top_k: int | None = TOP_K
     min_p: float | None = Field(
         None, ge=0, le=1, description="candidates below this share of the best one's probability are dropped"
     )

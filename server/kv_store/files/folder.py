@@ -12,7 +12,6 @@ clears. Only the holder of the lock writes, and the system frees it with its pro
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import stat
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.config.file_lock import try_lock
 from server.kv_store.files.keys import KEY_BYTES
 from server.kv_store.files.record import Kind
 
@@ -148,9 +148,7 @@ class FolderLock:
     def take(self) -> bool:
         """Take the lock if it is free; whether it is ours now. Raises OSError if there can be none."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             os.close(file)
             return False
         self._file = file
