@@ -263,6 +263,16 @@ def test_each_alert_fires_when_it_should_and_stays_silent_when_it_should():
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+def test_no_bound_of_a_count_is_a_whole_number_beyond_none():
+    """`increase` makes a little more of a count than it is: two deaths would be more than two."""
+    queries = {rule["alert"]: rule["expr"] for rule in alerts()}
+    counted = {name: re.findall(r"increase\([^)]*\)\)?\s*>\s*(\d+(?:\.\d+)?)\s*$", query, re.MULTILINE)
+               for name, query in queries.items()}  # fmt: skip
+    bounds = {name: [float(bound) for bound in found] for name, found in counted.items() if found}
+    assert len(bounds) >= 5
+    assert [name for name, found in bounds.items() if any(bound and bound.is_integer() for bound in found)] == []
+
+
 def test_a_rule_that_never_fires_is_noticed(tmp_path: Path):
     broken = ALERTS.read_text(encoding="utf-8").replace(
         "marathon_buffers_per_token > 0.05", "marathon_buffers_per_token > 9"
