@@ -71,10 +71,12 @@ def check(response: httpx.Response) -> None:
     """Raise StartupError with the server's own sentence unless it answered well."""
     if response.is_success:
         return
-    raise StartupError(f"{response.url} answers {response.status_code}: {_sentence(response.read())}")
+    raise StartupError(f"{response.url} answers {response.status_code}: {sentence(response)}")
 
 
-def _sentence(body: bytes) -> str:
+def sentence(response: httpx.Response) -> str:
+    """Give the server's own words of why it refuses."""
+    body = response.read()
     try:
         return joined_lines(str(json.loads(body)["error"]["message"]))
     except (ValueError, KeyError, TypeError):

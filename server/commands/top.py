@@ -13,7 +13,7 @@ import time
 import httpx
 
 from server.commands import status
-from server.commands.remote import Remote, check, events
+from server.commands.remote import Remote, check, events, sentence
 from server.status.feed import Report
 
 SILENCE_SECONDS = 10.0  # without a report, after which the connection is made again
@@ -26,8 +26,8 @@ CLEAR_BELOW = "\033[J"
 def watch(remote: Remote) -> int:
     """Show the server's state each second until Ctrl-C, then return 0.
 
-    In a terminal each report takes the place of the last one; elsewhere it is one line. Raises StartupError where the
-    server answers and refuses.
+    In a terminal each report takes the place of the last one; elsewhere it is one line. A server that isn't ready is
+    waited for. Raises StartupError where it answers and refuses.
     """
     try:
         while True:
@@ -41,6 +41,9 @@ def _follow(remote: Remote) -> None:
     """Show the reports of one connection until it ends."""
     try:
         with remote.client(SILENCE_SECONDS) as client, client.stream("GET", "/status/events") as response:
+            if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+                _say([f"{sentence(response)} It is asked again each second."])
+                return
             check(response)
             for name, data in events(response):
                 if name == "report":

@@ -1,21 +1,23 @@
 """From the open port to the application.
 
-Owns what answers while the model is looked for, fetched and read: probes get how far it is, every other request
-waits. Makes the application meanwhile, in a thread of its own, and starts the engine as soon as it is known where the
-model lies, since both take seconds to import. Runs on the event loop. Once the application is made it only passes on.
+Owns what answers while the model is looked for, fetched and read: probes, and people who look at the live page, get how
+far it is; every other request waits. Makes the application meanwhile, in a thread of its own, and starts the engine as
+soon as it is known where the model lies, since both take seconds to import. Runs on the event loop. Once the
+application is made it only passes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import logging
 import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import server
@@ -28,9 +30,21 @@ from server.serving.startup import Startup, StartupInterrupt
 from server.settings import Settings
 from server.supervision.supervisor import Supervisor
 
-PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})
+PROBES = frozenset({"/live", "/ready", "/health", "/metrics", "/status", "/status/events", "/"})
 RETRY_SECONDS = 2
 LOOK_SECONDS = 0.1  # between two looks at the engine's stage
+WAITING = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="2"><link rel="icon" href="data:,">
+<title>Starting – Marathon</title><h1>Marathon starts</h1><p>{}</p>
+<p>This page asks again every 2 seconds, and then becomes the live page.</p></html>
+"""
+WAITING_HEADERS = {
+    "content-security-policy": "default-src 'none'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
 _LEAVE_SECONDS = 3.0  # for the thread to clear its work away
 
 if TYPE_CHECKING:
@@ -73,6 +87,8 @@ class Entrance:
         if scope["path"] == "/live":
             return JSONResponse({"status": "live"})
         reason = f"The model isn't loaded yet: {self._startup.reason}"
+        if scope["path"] == "/":
+            return HTMLResponse(WAITING.format(html.escape(reason)), headers=WAITING_HEADERS)
         if scope["path"] == "/health":
             return JSONResponse({"status": "not ready", "reason": reason, "version": server.__version__})
         return _refusal(NotReady(reason, retry_after=RETRY_SECONDS), scope)

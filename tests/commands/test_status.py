@@ -132,3 +132,24 @@ async def door(url: str) -> AsyncIterator[str]:
 
     async with await asyncio.start_server(enter, "127.0.0.1", 0) as server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_top_waits_for_a_server_whose_model_is_being_fetched() -> None:
+    body = json.dumps({"error": {"message": "12 of 93 MB."}}).encode()
+    answer = b"HTTP/1.1 503 No\r\nconnection: close\r\n\r\n" + body
+
+    async def fetching(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(fetching, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with terminal("top", "--url", url) as screen:
+            await screen.until("12 of 93 MB. It is asked again each second.")
+            before = len(screen.text)
+            await asyncio.sleep(1.5)
+            await screen.until("12 of 93 MB.")
+            assert await screen.ctrl_c() == 0
+            assert len(screen.text) > before, "it was asked again"

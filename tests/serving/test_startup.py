@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 import pytest
-from commanding import terminal
+from commanding import in_thread, terminal
 from serving import engine, run_server
 
 from server import serve
@@ -205,18 +205,18 @@ async def entrance(monkeypatch: pytest.MonkeyPatch, locate: Callable[..., ModelL
                 await asyncio.wait_for(task, 30)
 
 
-async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(monkeypatch, tiny):
+async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(monkeypatch, tiny, capsys):
     found = threading.Event()
 
     def locate(settings: Any, tell: Callable[[str], None]) -> ModelLocation:
-        tell("fetching: 12 of 93 MB")
+        tell("fetching <b>: 12 of 93 MB")
         found.wait(30)
         return ModelLocation(tiny("llama"), "tiny")
 
     async with entrance(monkeypatch, locate) as place:
         chat = asyncio.create_task(place.client.post("/v1/chat/completions", json=CHAT))
         assert (await place.client.get("/live")).json() == {"status": "live"}
-        for path in ("/ready", "/metrics"):
+        for path in ("/ready", "/metrics", "/status", "/status/events"):
             answer = await place.client.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
             assert "12 of 93 MB" in answer.json()["error"]["message"]
@@ -224,6 +224,13 @@ async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(m
         health = (await place.client.get("/health")).json()
         assert health["status"] == "not ready"
         assert "12 of 93 MB" in health["reason"]
+        page = await place.client.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "fetching &lt;b&gt;: 12 of 93 MB" in page.text
+        told = await in_thread(capsys, "status", "--url", str(place.client.base_url))
+        assert told.code == 2
+        assert "fetching <b>: 12 of 93 MB" in told.err
         for host, status in (("evil.example", 403), ("localhost, localhost", 400)):
             refused = await place.client.get("/health", headers={"Host": host})
             assert (refused.status_code, set(refused.json())) == (status, {"error"})
@@ -231,6 +238,7 @@ async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(m
         found.set()
         assert (await chat).status_code == 200
         assert (await place.client.get("/ready")).status_code == 200
+        assert "Try the model" in (await place.client.get("/")).text
 
 
 async def test_a_server_can_be_ended_while_its_model_is_fetched(monkeypatch):
