@@ -98,6 +98,8 @@ def load(
     one sentence when the folder holds no model that mlx-lm can run.
     """
     on_stage(LOADING)
+    if fault := model_config.fault(path, typed=True):
+        raise StartupError(f"can't load the model in {path}: {fault}")
     try:
         with only_weights(path) as folder:
             model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)

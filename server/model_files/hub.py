@@ -20,7 +20,7 @@ from server.model_files.weights import weight_files
 
 ANSWER_SECONDS = 10.0  # for the hub to say anything at all
 _REPOSITORY = re.compile(r"models--(.+)")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
 
 
 def hub_folder(hub_id: str, tell: TellProgress) -> Path:
@@ -64,7 +64,7 @@ def lacks(folder: Path) -> str | None:
     """What a snapshot lacks of a whole model, in words."""
     if not (folder / "config.json").is_file():
         return "there is no config.json"
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not any((folder / name).is_file() for name in TOKENIZERS):
         return "there is no tokenizer"
     try:
         weight_files(folder)

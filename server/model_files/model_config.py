@@ -11,6 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from server.errors import one_line
+
+CONFIG = "config.json"
+_FILES = (CONFIG, "generation_config.json", "tokenizer_config.json")
 USUAL_CONTEXT = 32768  # positions, where the files don't say
 _CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -39,6 +43,23 @@ def read(folder: Path, name: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     return {}
+
+
+def fault(folder: Path, *, typed: bool = False) -> str:
+    """What is wrong with the model's JSON files, in words; empty if nothing is. Loading would fail, and blame another
+    file or none. `typed`: the config must name the kind of model."""
+    for name in _FILES:
+        try:
+            value = json.loads((folder / name).read_text("utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{name} can't be read: {one_line(error)}"
+        if not isinstance(value, dict):
+            return f"{name} is no JSON object"
+        if typed and name == CONFIG and not isinstance(value.get("model_type"), str):
+            return f"{name} names no model_type"
+    return ""
 
 
 def context_of(folder: Path) -> int:

@@ -9,6 +9,7 @@ made here.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from server.config import open_files
 from server.errors import StartupError, one_line
 from server.ipc.sequence import TokenTable
 from server.model_files import generation_config, model_config
+from server.model_files.hub import TOKENIZERS
 from server.text.templates import files
 from server.text.templates.chat_template import ChatTemplate, Renderer
 from server.text.templates.markers import markers, samples
@@ -28,6 +30,7 @@ from server.text.tokens.control import Tags, Transitions
 from server.text.tokens.encoding import PROBE, Encoder
 from server.text.tokens.vocabulary import Vocabulary
 
+log = logging.getLogger("marathon")
 _WORTH_A_MARK = 16  # a shorter prefix is read again sooner than it is found
 _SPELLED_THINK = ("<think>", "</think>")
 
@@ -130,8 +133,13 @@ class Tokenizer:
                 extra["chat_template"] = template
             made = cls(load_tokenizer(path, extra), config, generation, own)
         except Exception as error:  # foreign files and foreign code
-            raise StartupError(f"the tokenizer in {path} can't be loaded: {one_line(error)}") from error
+            reason = model_config.fault(path) or one_line(error)
+            if not any((path / name).is_file() for name in TOKENIZERS):
+                reason = f"there is none of {', '.join(TOKENIZERS)}"
+            raise StartupError(f"the tokenizer in {path} can't be loaded: {reason}") from error
         made.folder = path
+        if made.has_template and (fault := made._template.fault()):
+            log.warning("the chat template in %s fails at a message of the user's: %s", path, fault)
         return made
 
     def with_tools(self, form: ToolFormat) -> Tokenizer:

@@ -125,6 +125,26 @@ def test_a_folder_that_holds_no_model_is_refused_in_one_line(tmp_path, config):
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", "{}", "config.json names no model_type"),
+        ("config.json", '{"model_type": 5}', "config.json names no model_type"),
+        ("config.json", "[]", "config.json is no JSON object"),
+        ("config.json", '{"model_type": "llama",', "config.json can't be read: "),
+        ("generation_config.json", "[1]", "generation_config.json is no JSON object"),
+        ("generation_config.json", '{"temperature":', "generation_config.json can't be read: "),
+        ("tokenizer_config.json", '"x"', "tokenizer_config.json is no JSON object"),
+    ],
+)
+def test_the_file_that_is_no_config_is_named(tmp_path, name, text, said):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(StartupError) as caught:
+        model.load(tmp_path, trust_remote_code=False, probe=None, on_stage=lambda stage: None)
+    assert f"can't load the model in {tmp_path}: {said}" in str(caught.value)
+
+
 # ---------------------------------------------------------------- reading
 def test_parts_rise_to_the_total_and_each_is_there_when_it_is_told(monkeypatch):
     monkeypatch.setattr(model, "LEAST_BYTES", 10_000)

@@ -95,6 +95,37 @@ def test_text_comes_back_from_its_ids(loaded: dict[str, Tokenizer], kind: str, t
     assert tokenizer.decode(tokenizer.encode(text, bos=False)).removeprefix(" " * (kind == "pieces")) == text
 
 
+def test_a_tokenizer_that_cannot_be_loaded_is_said_by_its_cause(tmp_path: Path) -> None:
+    folder = small.write(tmp_path / "none", small.byte_level)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(StartupError, match=r"there is none of tokenizer\.json"):
+        load(folder)
+    folder = small.write(tmp_path / "list", small.byte_level)
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(StartupError, match=r"generation_config\.json is no JSON object"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% if messages %}", "Unexpected end of template"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ raise_exception('not for users') }}", "not for users"),
+    ],
+)
+def test_a_template_that_fails_at_any_message_is_said_while_it_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, said: str
+) -> None:
+    load(small.write(tmp_path / "broken", small.byte_level, template, eos_token="<|im_end|>"))
+    [record] = [one for one in caplog.records if "fails at a message" in one.getMessage()]
+    assert said in record.getMessage()
+    caplog.clear()
+    load(small.write(tmp_path / "whole", small.byte_level, eos_token="<|im_end|>"))
+    assert "fails at a message" not in caplog.text
+
+
 def test_added_tokens_have_bytes_special_or_not(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["thinking"]
     (think,) = tokenizer.encode("<think>", special=True, bos=False)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.errors import InvalidValue, UnsupportedParameter
+from server.errors import InvalidValue, UnsupportedParameter, one_line
 from server.text.templates.abilities import Abilities
 from server.text.templates.conversation import fit
 from server.text.templates.trials import learn
@@ -100,6 +100,14 @@ class ChatTemplate:
         start = common_prefix(text, other)
         rest = common_prefix(text[start:][::-1], other[start:][::-1])
         return self._read(text, start, len(text) - rest, continuing)
+
+    def fault(self) -> str:
+        """Why the template can't even be given a message of the user's; empty if it can."""
+        try:
+            self.render([{"role": "user", "content": PROBE}], None, {}, None, False, True)
+        except Exception as error:  # a template can raise whatever Python can
+            return one_line(error)
+        return ""
 
     def _plain(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
         """A conversation as it is, up to where an answer begins."""
