@@ -56,7 +56,7 @@ SHARE = 0.02  # of the streams may part at a tie: guard against none
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SlopeRow:
     """What one run showed, and what was expected of it."""
 
     family: str
@@ -88,7 +88,7 @@ class Row:
 class Report:
     """All rows so far. Owned by the main thread."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SlopeRow] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def table(self, machine: str) -> str:
@@ -108,7 +108,7 @@ def rate(family: str) -> float:
 
 # ---------------------------------------------------------------- one family
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Trials:
     """Where families are played. `tell` hears of what is under way."""
 
     source: CountSource
@@ -157,14 +157,14 @@ def made_to_batch(loaded: LoadedModel) -> LoadedModel:
     return replace(loaded, probe=msgspec.structs.replace(loaded.probe, batching="batched"))
 
 
-def judge(family: str, arm: str, run: Run, *, alone: bool) -> Row:
+def judge(family: str, arm: str, run: Run, *, alone: bool) -> SlopeRow:
     fit, size = run.fit(), run.fit_bytes()
     if run.failed or fit is None or size is None:
         passed = arm == "mlx_lm" and not zoo.FAMILIES[family].batches
-        return Row(family, arm, float("nan"), 0.0, 0, float("nan"), "–", passed, f"can't be run: {run.failed}")
+        return SlopeRow(family, arm, float("nan"), 0.0, 0, float("nan"), "–", passed, f"can't be run: {run.failed}")
     points = len(run.readings) - len(run.readings) // 3
     flat = abs(fit.slope) + fit.half_width <= FLAT
-    row = Row(family, arm, fit.slope, fit.half_width, points, size.slope, f"0 ±{FLAT}", flat and points >= POINTS)
+    row = SlopeRow(family, arm, fit.slope, fit.half_width, points, size.slope, f"0 ±{FLAT}", flat and points >= POINTS)
     if arm == "off":
         return _judge_off(row, rises=family in RISES and not alone, alone=alone)
     if arm == "mlx_lm" and (wanted := rate(family)):
@@ -173,8 +173,8 @@ def judge(family: str, arm: str, run: Run, *, alone: bool) -> Row:
     return row if arm == "guard" or points >= POINTS else replace(row, passed=flat)
 
 
-def _judge_off(row: Row, *, rises: bool, alone: bool) -> Row:
-    """Only some must rise; of the others it's told what they do."""
+def _judge_off(row: SlopeRow, *, rises: bool, alone: bool) -> SlopeRow:
+    """Only some must rise; the others are only reported."""
     if rises:
         return replace(row, expected="rises", passed=row.slope - row.half_width > FLAT)
     word = "flat by construction" + (": rows run alone" if alone else "") if row.passed else "rises"
@@ -196,7 +196,7 @@ def agree(name: str, found: Agreement) -> list[str]:
     return [] if found.holds else [f"{name}: together isn't as alone: {found}"]
 
 
-def figures(row: Row) -> dict[str, float]:
+def figures(row: SlopeRow) -> dict[str, float]:
     return {
         "buffers_a_step": row.slope,
         "half_width": row.half_width,
@@ -229,7 +229,7 @@ def main() -> int:
     report = Report()
     with tempfile.TemporaryDirectory() as folder, Ledger(arguments.out, "flat", device()) as ledger:
         tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-        stage = Stage(source, Plan(arguments.steps), arms, Path(folder), tell)
+        stage = Trials(source, Plan(arguments.steps), arms, Path(folder), tell)
         for family in arguments.families:
             stage.play(family, report, ledger)
         text = report.table(f"{arguments.steps:,} steps; {ledger.machine.line()}")

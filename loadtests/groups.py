@@ -38,7 +38,7 @@ STEPS = 24  # iterations a block
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class RowArrangement:
     """Rows in batches, and what chose them."""
 
     executor: Executor
@@ -82,11 +82,11 @@ class Arrangements:
     def new_batch(self) -> Batch:
         return Batch(self._loaded.model, self._guard)
 
-    def grouped(self, rows: list[Row]) -> Grouped:
+    def grouped(self, rows: list[Row]) -> RowArrangement:
         """Group the rows as the engine does. Every group is stepped in every iteration, so that iterations compare."""
         known = {row.seq: row for row in rows}
         executor = Executor(self._loaded.model, self._guard, PrefixCache(0, Snapshot()), known)
-        grouped = Grouped(executor, Groups(executor.batches, self._loaded, 1))
+        grouped = RowArrangement(executor, Groups(executor.batches, self._loaded, 1))
         follow(grouped.groups.join(rows), grouped.run)
         return grouped
 
@@ -99,7 +99,7 @@ class Arrangements:
         return sum(self._loaded.row_bytes(row.length) for row in rows)
 
 
-def iteration(grouped: Grouped) -> None:
+def iteration(grouped: RowArrangement) -> None:
     for batch in follow(grouped.groups.due(), grouped.run):
         started = perf_counter()
         grouped.run(Step(batch))

@@ -32,7 +32,7 @@ REST_SECONDS = 2.0  # until an idle engine has dropped its pool: memory is weigh
 _PR_SET_PDEATHSIG = 1
 
 
-class Failed(RuntimeError):
+class HarnessError(RuntimeError):
     """Something that was to be measured didn't start, died or didn't answer."""
 
 
@@ -80,7 +80,7 @@ def start(command: list[str], root: Path = ROOT, **options: Any) -> subprocess.P
 
 
 class Server:
-    """One running HTTP server. Owned by whoever opened it with `marathon` or `reference`."""
+    """One running HTTP server. Owned by the caller that opened it with `marathon` or `reference`."""
 
     def __init__(self, name: str, command: list[str], port: int, ready: str, log: Path, root: Path = ROOT) -> None:
         """`ready`: the path that answers 200 once it can work. `root`: the checkout that the command runs from."""
@@ -105,16 +105,16 @@ class Server:
             connection.close()
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
-        """Raises Failed when it ends or takes longer."""
+        """Raises HarnessError when it ends or takes longer."""
         deadline = monotonic() + seconds
         while monotonic() < deadline:
             if (status := self.process.poll()) is not None:
-                raise Failed(f"{self.name} ended with {status} while starting: {self.last_words()}")
+                raise HarnessError(f"{self.name} ended with {status} while starting: {self.last_words()}")
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if self.get(self._ready)[0] == 200:
                     return
             sleep(0.1)
-        raise Failed(f"{self.name} wasn't ready after {seconds:.0f} s: {self.last_words()}")
+        raise HarnessError(f"{self.name} wasn't ready after {seconds:.0f} s: {self.last_words()}")
 
     def last_words(self, size: int = 600) -> str:
         """The end of its log."""
@@ -234,7 +234,7 @@ class Worker:
         return self.process.pid
 
     def ask(self, line: bytes, seconds: float = ANSWER_SECONDS) -> bytes:
-        """Raises Failed when it ends or takes longer."""
+        """Raises HarnessError when it ends or takes longer."""
         self._write(line)
         deadline, parts = monotonic() + seconds, [b""]
         while not parts[-1].endswith(b"\n"):
@@ -248,15 +248,15 @@ class Worker:
             while left:
                 left = left[self.process.stdin.write(left) or 0 :]
         except BrokenPipeError:
-            raise Failed(f"{self.name} has ended: {self.last_words()}") from None
+            raise HarnessError(f"{self.name} has ended: {self.last_words()}") from None
 
     def _read(self, seconds: float) -> bytes:
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], max(0.0, seconds))[0]:
-            raise Failed(f"{self.name} didn't answer in time")
+            raise HarnessError(f"{self.name} didn't answer in time")
         if data := os.read(self.process.stdout.fileno(), 1 << 20):
             return data
-        raise Failed(f"{self.name} ended: {self.last_words()}")
+        raise HarnessError(f"{self.name} ended: {self.last_words()}")
 
     def last_words(self, size: int = 600) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")[-size:].strip()

@@ -30,7 +30,7 @@ from loadtests.bench.ledger import Bar, Figures, Ledger, Verdict, judge, number,
 from loadtests.bench.rounds import WARM_UP, Plan, Work
 from loadtests.bench.targets import HttpTarget, measured
 from loadtests.bench.workload import LoadRequest
-from loadtests.harness import Failed, Server
+from loadtests.harness import HarnessError, Server
 from loadtests.speed import conclude, end_on_sigterm
 from loadtests.zoo.models import RECIPES, obtain
 from server.ipc.sequence import Sampling, TokenSequence
@@ -223,15 +223,15 @@ def chat(server: Server, **fields: Any) -> int:
 def look(server: Server, name: str, stored: int) -> Figures:
     """One server over a spoiled journal: what it answers, and what its log says.
 
-    Raises Failed for a plain chat that isn't answered.
+    Raises HarnessError for a plain chat that isn't answered.
     """
     if (status := chat(server)) != 200:
-        raise Failed(f"{name}: a plain chat is answered with {status}")
+        raise HarnessError(f"{name}: a plain chat is answered with {status}")
     as_expected = chat(server, store=True) == stored
     lines = server.log.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line for line in lines if any(word in line for word in WORDS)]
+    matching = [line for line in lines if any(word in line for word in WORDS)]
     traces = sum(line.startswith("Traceback") for line in lines)
-    return {"lines": len(told), "tracebacks": traces, "as_expected": float(as_expected)}
+    return {"lines": len(matching), "tracebacks": traces, "as_expected": float(as_expected)}
 
 
 def spoiled_servers(model: Path, folder: Path, logs: Path) -> Generator[tuple[str, Server, int], None, None]:
@@ -247,7 +247,7 @@ def spoiled_servers(model: Path, folder: Path, logs: Path) -> Generator[tuple[st
         with harness.marathon(model, logs / "second.log", journal=shared) as second:
             yield "two servers", second, 503
         if chat(first, store=True) != 200:
-            raise Failed("the first of two servers can't store")
+            raise HarnessError("the first of two servers can't store")
     with harness.marathon(model, logs / "full.log", journal=folder / "full.db", faults="full@commit:1*1000") as full:
         yield "full disk", full, 503
 

@@ -28,7 +28,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from loadtests import harness
-from loadtests.harness import ROOT, Failed, Server
+from loadtests.harness import ROOT, HarnessError, Server
 from loadtests.zoo import write
 
 SHIPPED = ROOT / "deploy" / "prometheus"
@@ -53,11 +53,11 @@ TURNED_OVER = 32  # kept prompts that were given up for newer ones, at the least
 
 
 def prometheus() -> str:
-    """Raises Failed where there is none."""
+    """Raises HarnessError where there is none."""
     own = ROOT / "build" / "tools" / "prometheus"
     found = str(own) if own.exists() else shutil.which("prometheus")
     if found is None:
-        raise Failed("no prometheus; `make tools` fetches one")
+        raise HarnessError("no prometheus; `make tools` fetches one")
     return found
 
 
@@ -116,7 +116,7 @@ def _reached(found: Prometheus, process: subprocess.Popen[bytes]) -> Prometheus:
             found.get("rules")
             return found
         sleep(0.2)
-    raise Failed("Prometheus didn't start")
+    raise HarnessError("Prometheus didn't start")
 
 
 def complete(server: Server, prompt: str, tokens: int) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 
 from loadtests import harness
-from loadtests.harness import Failed, Server
+from loadtests.harness import HarnessError, Server
 from loadtests.zoo import scripted
 
 TOKENS = 400
@@ -49,7 +49,7 @@ def script(lane: str) -> list[str]:
 
 
 @dataclass(slots=True)
-class Tally:
+class ReaderTally:
     """What the clients have seen."""
 
     responses: int = 0
@@ -63,7 +63,7 @@ class Tally:
 class ResponseReader:
     """One response of one lane, over as many connections as it takes."""
 
-    def __init__(self, client: httpx.AsyncClient, lane: str, tally: Tally) -> None:
+    def __init__(self, client: httpx.AsyncClient, lane: str, tally: ReaderTally) -> None:
         self.id = ""
         self._client = client
         self._lane = lane
@@ -138,11 +138,11 @@ class ResponseReader:
 
 
 async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Events of a stream. Raises Failed for an answer that is none, but for a server that starts or ends."""
+    """Events of a stream. Raises HarnessError for an answer that is none, but for a server that starts or ends."""
     if response.status_code == 503:
         return
     if response.status_code != 200:
-        raise Failed(f"{response.request.method} {response.url}: {(await response.aread()).decode()[:300]}")
+        raise HarnessError(f"{response.request.method} {response.url}: {(await response.aread()).decode()[:300]}")
     async for line in response.aiter_lines():
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
@@ -215,7 +215,7 @@ class Ordeal:
     """All of it: the clients, and who kills their server."""
 
     def __init__(self, mortal: Mortal, asked: argparse.Namespace, rng: random.Random) -> None:
-        self.tally = Tally()
+        self.tally = ReaderTally()
         self._mortal = mortal
         self._asked = asked
         self._rng = rng
@@ -243,10 +243,10 @@ class Ordeal:
         self._rng.shuffle(kinds)
         for number, kind in enumerate(kinds, 1):
             await self._killed(kind)
-            told = self.tally
+            tally = self.tally
             print(
-                f"{number} of {len(kinds)} ({kind}): {told.responses} responses whole, {told.events} events over "
-                f"{told.connections} connections, longest silence {told.longest_gap:.1f} s",
+                f"{number} of {len(kinds)} ({kind}): {tally.responses} responses whole, {tally.events} events over "
+                f"{tally.connections} connections, longest silence {tally.longest_gap:.1f} s",
                 flush=True,
             )
         await self._all_moved()
@@ -290,13 +290,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return asked
 
 
-def write(asked: argparse.Namespace, tally: Tally, seed: int, seconds: float) -> None:
+def write(asked: argparse.Namespace, tally: ReaderTally, seed: int, seconds: float) -> None:
     """Appends the row to the table."""
     path = asked.out / "outlive.csv"
     is_new = not path.exists()
-    told = (tally.responses, tally.events, tally.connections, round(tally.longest_gap, 2), round(seconds))
+    figures = (tally.responses, tally.events, tally.connections, round(tally.longest_gap, 2), round(seconds))
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    row = (when, harness.device(), seed, asked.kills, asked.both, asked.starts, *told, len(tally.problems))
+    row = (when, harness.device(), seed, asked.kills, asked.both, asked.starts, *figures, len(tally.problems))
     with path.open("a", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         if is_new:
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = Ordeal(server, asked, random.Random(seed))
         try:
             asyncio.run(run.all())
-        except (Failed, TimeoutError) as error:
+        except (HarnessError, TimeoutError) as error:
             run.tally.problems.append(f"{type(error).__name__}: {error}")
     tally = run.tally
     write(asked, tally, seed, monotonic() - began)

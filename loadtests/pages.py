@@ -25,7 +25,7 @@ from loadtests.bench.ledger import Bar, Figures, Ledger, Round, Verdict, judge, 
 from loadtests.bench.rounds import WARM_UP, Plan, Work
 from loadtests.bench.rows import greedy
 from loadtests.bench.targets import HttpTarget, Target
-from loadtests.harness import Failed
+from loadtests.harness import HarnessError
 from loadtests.speed import conclude, end_on_sigterm
 from loadtests.zoo.models import RECIPES, obtain
 
@@ -79,7 +79,7 @@ class Pages:
 
 @contextlib.contextmanager
 def opened_pages(port: int, number: int) -> Iterator[None]:
-    """Raises Failed where a page was closed by the server or got nothing."""
+    """Raises HarnessError where a page was closed by the server or got nothing."""
     pages = Pages(port, number)
     try:
         sleep(SETTLE_SECONDS)
@@ -87,7 +87,7 @@ def opened_pages(port: int, number: int) -> Iterator[None]:
     finally:
         left = pages.close()
     if number and (left < number or not pages.bytes):
-        raise Failed(f"{number - left} of {number} pages were closed, {pages.bytes} bytes came")
+        raise HarnessError(f"{number - left} of {number} pages were closed, {pages.bytes} bytes came")
 
 
 def idle_difference(one: Round) -> float:
@@ -95,7 +95,7 @@ def idle_difference(one: Round) -> float:
 
 
 def idle_cpu(target: Target) -> float:
-    """CPU seconds a second of the server while nothing is asked: what steals from nobody, and is free of noise."""
+    """CPU seconds a second of the server while nothing is asked: a figure without noise, at no cost to others."""
     before = target.cpu_seconds()
     sleep(REST_SECONDS)
     return (target.cpu_seconds() - before) / REST_SECONDS

@@ -26,7 +26,7 @@ LENGTH, LONGEST = 2, 8  # blocks of the conversations that are all tried, and of
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TemplateTarget:
     """A tokenizer with its template.
 
     Attributes:
@@ -44,15 +44,15 @@ def framed(template: str, start: str, end: str) -> str:
 
 
 SUBJECTS = [
-    Subject("qwen3", "<tool_response></think><|im_end|>"),
-    Subject("qwen2_5", "<tool_call></tool_call><|im_end|>"),
-    Subject("deepseek_v3", "<｜User｜><｜Assistant｜><｜tool▁calls▁begin｜>"),
-    Subject("gemma3", "<end_of_turn><start_of_turn>"),
-    Subject("gemma2", "<end_of_turn>", framed(small_templates.STRICT, "<start_of_turn>", "<end_of_turn>")),
-    Subject("llama2", "</s>", framed(small_templates.BRACKETED, "<s>", "</s>")),
-    Subject("llama3", "<|eot_id|><|start_header_id|>"),
-    Subject("llama3_1", "<|eot_id|><|start_header_id|>"),
-    Subject("mistral_nemo", "[/INST]</s>"),
+    TemplateTarget("qwen3", "<tool_response></think><|im_end|>"),
+    TemplateTarget("qwen2_5", "<tool_call></tool_call><|im_end|>"),
+    TemplateTarget("deepseek_v3", "<｜User｜><｜Assistant｜><｜tool▁calls▁begin｜>"),
+    TemplateTarget("gemma3", "<end_of_turn><start_of_turn>"),
+    TemplateTarget("gemma2", "<end_of_turn>", framed(small_templates.STRICT, "<start_of_turn>", "<end_of_turn>")),
+    TemplateTarget("llama2", "</s>", framed(small_templates.BRACKETED, "<s>", "</s>")),
+    TemplateTarget("llama3", "<|eot_id|><|start_header_id|>"),
+    TemplateTarget("llama3_1", "<|eot_id|><|start_header_id|>"),
+    TemplateTarget("mistral_nemo", "[/INST]</s>"),
 ]
 
 
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def loaded(
-    targets: list[Subject], tokenizers: Path, templates: Path | None, folder: Path
+    targets: list[TemplateTarget], tokenizers: Path, templates: Path | None, folder: Path
 ) -> Iterator[tuple[str, Tokenizer, str]]:
     """Each tokenizer with its template, and what a user types."""
     present = [target for target in targets if (tokenizers / target.package / "package" / "models").is_dir()]
@@ -89,7 +89,7 @@ def loaded(
         yield file.stem, load(present[0], tokenizers, template, folder), present[0].typed
 
 
-def load(target: Subject, tokenizers: Path, template: str, folder: Path) -> Tokenizer:
+def load(target: TemplateTarget, tokenizers: Path, template: str, folder: Path) -> Tokenizer:
     shutil.copytree(tokenizers / target.package / "package" / "models", folder / "model", dirs_exist_ok=True)
     config = folder / "model" / "tokenizer_config.json"
     shown = json.loads(config.read_text(encoding="utf-8")) | ({"chat_template": template} if template else {})

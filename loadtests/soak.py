@@ -103,13 +103,13 @@ async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncItera
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
-            raise harness.Failed(f"status {response.status_code}: {await response.aread()!r}")
+            raise harness.HarnessError(f"status {response.status_code}: {await response.aread()!r}")
         async for line in response.aiter_lines():
             data = line.removeprefix("data: ")
             if data is not line and data != "[DONE]":
                 chunk = json.loads(data)
                 if "error" in chunk:
-                    raise harness.Failed(str(chunk["error"]))
+                    raise harness.HarnessError(str(chunk["error"]))
                 yield chunk
 
 

@@ -23,7 +23,7 @@ from time import monotonic, sleep
 from loadtests import harness, process_tree
 from loadtests.chaos.silence import silence_after_kill
 from loadtests.chaos.sse_client import completion
-from loadtests.harness import Failed, Server
+from loadtests.harness import HarnessError, Server
 from loadtests.zoo.models import obtain
 
 PREPARED_SECONDS = 300.0
@@ -33,7 +33,7 @@ MIB = 2**20
 
 
 @dataclass(slots=True)
-class Subject:
+class MeasuredServer:
     """One server, and the pauses that its clients saw."""
 
     name: str
@@ -64,7 +64,7 @@ def compared(model: Path, asked: argparse.Namespace, folder: Path) -> int:
         for name, switch in (("with the spare", "on"), ("without it", "off")):
             log = folder / f"{model.name}-{switch}.log"
             server = stack.enter_context(harness.marathon(model, log, spare_engine=switch, access_log="off"))
-            subjects.append(Subject(name, server, switch == "on"))
+            subjects.append(MeasuredServer(name, server, switch == "on"))
         for _ in range(asked.pauses):
             for subject in subjects:
                 subject.pauses.append(asyncio.run(pause(subject, asked.wait)))
@@ -76,25 +76,25 @@ def compared(model: Path, asked: argparse.Namespace, folder: Path) -> int:
     return int(medians[0] >= medians[1])
 
 
-async def pause(subject: Subject, wait: float) -> float:
-    """Kill the engine in the middle of an answer and return the silence. Raises Failed if the answer doesn't go on."""
+async def pause(subject: MeasuredServer, wait: float) -> float:
+    """Kill the engine in the middle of an answer and return the silence. Raises HarnessError if no token follows."""
     await asyncio.to_thread(wait_for_spare, subject)
     await asyncio.sleep(wait)
     return await silence_after_kill(subject.server, completion("Once upon a time", LENGTH), AFTER_TOKENS)
 
 
-def wait_for_spare(subject: Subject) -> None:
-    """Wait until the engine is up, and the spare where there is to be one. Raises Failed."""
+def wait_for_spare(subject: MeasuredServer) -> None:
+    """Wait until the engine is up, and the spare where there is to be one. Raises HarnessError."""
     deadline = monotonic() + PREPARED_SECONDS
     while monotonic() < deadline:
         engine = json.loads(subject.server.get("/status")[1])["status"]["engine"]
         if engine["up"] and engine["spare"] == subject.has_spare:
             return
         sleep(0.1)
-    raise Failed(f"no spare engine after {PREPARED_SECONDS:.0f} s")
+    raise HarnessError(f"no spare engine after {PREPARED_SECONDS:.0f} s")
 
 
-def spare_bytes(subject: Subject) -> int:
+def spare_bytes(subject: MeasuredServer) -> int:
     """Memory of the process below the server that is a spare engine."""
     wait_for_spare(subject)
     engine = subject.server.engine_pid()

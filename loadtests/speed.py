@@ -21,7 +21,7 @@ from loadtests.bench.ledger import Ledger, Verdict, judge
 from loadtests.bench.rounds import Plan, Row, Stage
 from loadtests.bench.rows import GROUPS_BARS, GROUPS_MODEL, ROWS
 from loadtests.bench.targets import MARATHON, NAMES
-from loadtests.harness import Failed
+from loadtests.harness import HarnessError
 from loadtests.zoo.models import obtain
 
 GROUPS = "groups"
@@ -50,7 +50,7 @@ def chosen(words: Sequence[str]) -> tuple[list[Row], bool]:
 
 
 def measure_groups(plan: Plan, ledger: Ledger) -> list[Verdict]:
-    """The engine's batches in process, in a child of ours."""
+    """The engine's batches in process, in a child process."""
     model = obtain(GROUPS_MODEL, plan.folder)
     sizes = ["--long", "1200", "--steps", "3"] if plan.quick else []
     command = [sys.executable, "-m", "loadtests.groups", "--model", str(model), "--rounds", str(plan.rounds), *sizes]
@@ -75,7 +75,7 @@ def run(rows: Sequence[Row], plan: Plan, ledger: Ledger, *, with_groups: bool = 
         own = [row for row in rows if row.model == model]
         try:
             verdicts += Stage(model, own, plan, ledger).run()
-        except Failed as error:
+        except HarnessError as error:
             plan.notes.append(f"{model}: {error}")
             print(plan.notes[-1], flush=True)
             verdicts += [Verdict(row.name, bar) for row in own for bar in row.bars]

@@ -59,7 +59,7 @@ FULL = Sizes(tokens=20_000, kills=5, prompt=4000, rounds=5, streams=16, length=1
 QUICK = Sizes(tokens=4000, kills=1, prompt=4000, rounds=2, streams=4, length=400)
 
 
-class Report:
+class WarmReport:
     """Figures as they come, and whether each was within its bound."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def seconds_of_first(server: Server, prompt: list[int]) -> tuple[float, Account]
 
 
 # ---------------------------------------------------------------- kills
-def kills(model: Path, family: str, folder: Path, sizes: Sizes, report: Report) -> None:
+def kills(model: Path, family: str, folder: Path, sizes: Sizes, report: WarmReport) -> None:
     bodies = [completion(ids(20 + seed, seed), sizes.tokens, logprobs=1) for seed in (1, 2)]
     with serving(model, folder / "undisturbed", kv_disk=0) as server:
         expected = asyncio.run(_streams(server, bodies, 0, sizes.tokens))
@@ -127,7 +127,7 @@ async def _reach(accounts: Sequence[Account], tokens: int) -> None:
 
 
 # ---------------------------------------------------------------- turns
-def turns(model: Path, family: str, folder: Path, sizes: Sizes, report: Report) -> None:
+def turns(model: Path, family: str, folder: Path, sizes: Sizes, report: WarmReport) -> None:
     """Ten turns, then the eleventh: after a restart, from memory, and cold."""
     said = ids(sizes.prompt // 2, 7)
     with serving(model, folder) as server:
@@ -161,7 +161,7 @@ def _answered(server: Server, prompt: list[int]) -> list[int]:
 
 
 # ---------------------------------------------------------------- cost
-def cost(model: Path, family: str, folder: Path, sizes: Sizes, report: Report) -> None:
+def cost(model: Path, family: str, folder: Path, sizes: Sizes, report: WarmReport) -> None:
     """Both servers run; their rounds alternate, so that the machine's moods hit both alike."""
     cases = {"with": {}, "slow disk": {"faults": "slow-disk"}, "full disk": {"faults": "full-disk"}}
     for name, values in cases.items():
@@ -170,7 +170,7 @@ def cost(model: Path, family: str, folder: Path, sizes: Sizes, report: Report) -
                 _compare(f"{family}, {name}, {streams} streams", without, kept, streams, sizes, report)
 
 
-def _compare(name: str, without: Server, kept: Server, streams: int, sizes: Sizes, report: Report) -> None:
+def _compare(name: str, without: Server, kept: Server, streams: int, sizes: Sizes, report: WarmReport) -> None:
     ratios = []
     for number in range(sizes.rounds):
         pair = [without, kept]
@@ -203,7 +203,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
     sizes = QUICK if asked.quick else FULL
-    report = Report()
+    report = WarmReport()
     run = {"kills": kills, "turns": turns, "cost": cost}
     with tempfile.TemporaryDirectory(prefix="marathon-warm-") as name:
         for family in asked.family:

@@ -36,7 +36,7 @@ What `marathon certify` says of every model family of mlx-lm that the zoo (`load
 with random weights, from the family's own class. One long row, two short ones that join it every 40 steps and leave
 again; {tokens} steps a run. Written by `python -m scripts.certified_models`; {versions}; {device}.
 
-The three figures are live buffers a step that nobody gives back, counted with the pool dropped: in mlx-lm's
+The three figures are live buffers a step that nothing gives back, counted with the pool dropped: in mlx-lm's
 BatchGenerator, in Marathon, and in Marathon with `--guard off`. Of the 2.25 of a family with two chains, 2 come with
 each step and 0.25 with the rows that join and leave. *Flat by construction*: Marathon doesn't make the metadata that
 would leak, because rows are read alone before they join, or because they run alone altogether.
@@ -105,11 +105,11 @@ def page(certificates: dict[str, dict[str, Any]]) -> str:
 
 
 def certify(family: str, tokens: int, models: Path) -> dict[str, Any]:
-    """Raises Failed when there is no certificate, which is another thing than one that says no."""
+    """Raises HarnessError when there is no certificate, which is another thing than one that says no."""
     order = Order(str(obtain(family, models)), tokens=tokens, as_json=True)
     done = certificate.run(order, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if not done.stdout:
-        raise harness.Failed(f"{family}: {done.stderr.strip().splitlines()[-1:]}")
+        raise harness.HarnessError(f"{family}: {done.stderr.strip().splitlines()[-1:]}")
     return dict(json.loads(done.stdout))
 
 

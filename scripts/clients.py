@@ -129,10 +129,10 @@ def run(client: Client, folder: Path, url: str, model: str) -> tuple[bool, str]:
     command = [str(node(folder)) if client.node else str(folder / "bin" / "python"), str(program)]
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     path = os.pathsep.join([str(node(folder).parent), os.environ["PATH"]])
-    told = {"PATH": path, "MARATHON_CLIENT_URL": url, "MARATHON_CLIENT_MODEL": model, "MARATHON_CLIENT_KEY": KEY}
+    own = {"PATH": path, "MARATHON_CLIENT_URL": url, "MARATHON_CLIENT_MODEL": model, "MARATHON_CLIENT_KEY": KEY}
     try:
         done = subprocess.run(
-            command, env=kept | told, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False
+            command, env=kept | own, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return False, f"no end after {SECONDS} s"

@@ -162,7 +162,7 @@ def exported(lines: str) -> dict[str, str]:
 
 
 def uninformed_claude(folder: Path, home: Path, url: str) -> Command:
-    """Claude Code that wasn't told of the context, and finds out by a refusal."""
+    """Claude Code without a setting for the context, and finds out by a refusal."""
     command, environment = claude(folder, home, url)
     del environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"]
     return command, environment
@@ -172,7 +172,7 @@ def claude_faults(home: Path, said: str) -> Iterator[str]:
     yield from written_faults(home, made_txt="by a call\n")
     for words in ("I make a file.", "I read it.", "I look.", "I list."):
         if words not in said:
-            yield f"the thought {words!r} isn't told"
+            yield f"the thought {words!r} isn't shown"
     if '"tool_reference"' not in said:
         yield "the deferred tool wasn't found"
     if "No such tool" in said or '"is_error":true' in said:

@@ -3,7 +3,7 @@
     python scripts/readme.py [--keep] [--quiet-seconds 3]
 
 Takes some minutes and a network. Commands that need what a machine may lack are in `ELSEWHERE`, each with its reason; a
-test holds the README to these two lists, so that no command stands there that nobody runs.
+test holds the README to these two lists, so that no command stands there that is never run.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Ledger:
     """The CSV under way, one row a measurement, written as it comes. Use as a context manager."""
 
     def __init__(self, folder: Path, name: str, device: str = "") -> None:
-        """Appends to `folder`/`name`.csv; several runs share it, told apart by the column `run`."""
+        """Appends to `folder`/`name`.csv; several runs share it, which the column `run` keeps apart."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.name, self.machine = folder, name, Machine(device)
         self._run = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}"

@@ -2,7 +2,7 @@
 
 `python -m loadtests.bench.raw --model FOLDER --rows N` reads one `Order` a line and answers each with one line of
 `Stream`s, as `loadtests.bench.client` does. Its main thread is the only one and does nothing but call `next()`: no
-HTTP, no text, prompts tokenised before the clock starts. End tokens are ignored, as the servers are told to.
+HTTP, no text, prompts tokenised before the clock starts. End tokens are ignored, as the servers are asked to.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 
 from loadtests.bench.ledger import Bar, Figures, Ledger, Verdict, judge, number
 from loadtests.bench.targets import NAMES, Target, opened
-from loadtests.harness import REST_SECONDS, ROOT, Failed
+from loadtests.harness import REST_SECONDS, ROOT, HarnessError
 from loadtests.zoo.models import obtain, words
 
 MEMORY = "memory"
@@ -40,7 +40,7 @@ class Work:
         return min(wanted, QUICK_STREAMS) if self.quick else wanted
 
     def prompt(self, tokens: int) -> str:
-        """Text of exactly so many tokens that nobody has sent before."""
+        """Text of exactly so many tokens that no request has had before."""
         return "".join(" " + word for word in self.random.choices(_words(), k=tokens))
 
 
@@ -128,12 +128,12 @@ class Stage:
         work = Work(draw, self._plan.quick, turn == WARM_UP, turn == PROFILED)
         try:
             return row.measure(target, work)
-        except Failed as error:
+        except HarnessError as error:
             self._say(f"{row.name}, round {turn}: {error}")
             return None
 
     def _weigh(self, turn: int, targets: dict[str, Target]) -> None:
-        sleep(REST_SECONDS)  # whoever worked last would be weighed with what its work takes
+        sleep(REST_SECONDS)  # the last target would be measured with the work that it leaves behind
         found: dict[str, Figures] = {}
         for name, target in targets.items():
             now = target.memory_bytes()

@@ -24,7 +24,7 @@ from loadtests.bench.workload import (
     to_streams,
     tokens_a_second,
 )
-from loadtests.harness import Failed, Server, Worker
+from loadtests.harness import HarnessError, Server, Worker
 
 MARATHON, RAW, REFERENCE = "marathon", "raw", "mlx_lm.server"
 EARLIER = "earlier"  # Marathon of another checkout
@@ -38,21 +38,21 @@ class Target(Protocol):
     name: str
 
     def run(self, requests: Sequence[LoadRequest], *, in_turn: bool = False) -> list[Stream]:
-        """Together, or as turns of one conversation. Raises Failed when any stream fails."""
+        """Together, or as turns of one conversation. Raises HarnessError when any stream fails."""
 
     def cpu_seconds(self) -> float: ...
 
     def memory_bytes(self) -> int: ...
 
     def host_seconds(self) -> dict[str, float]:
-        """Seconds by part of its loop and the count `steps`, as far as it tells; waits until they are told."""
+        """Seconds by part of its loop and the count `steps`, as far as it reports them; waits until it has."""
 
 
 class HttpTarget:
     """Behind HTTP; `client` makes the requests."""
 
     def __init__(self, server: Server, client: Worker, fields: dict[str, Any], *, exact: bool) -> None:
-        """`exact`: whether it can be told to ignore end tokens, so that every stream has the length asked for."""
+        """`exact`: whether it can ignore end tokens, so that every stream has the length asked for."""
         self.name, self._server, self._client = server.name, server, client
         self._fields, self._exact = fields, exact
 
@@ -99,9 +99,9 @@ def checked(name: str, requests: Sequence[LoadRequest], streams: list[Stream], *
     """The streams, if each came to its end; a figure from half a load is none."""
     for i, (ask, stream) in enumerate(zip(requests, streams, strict=True)):
         if stream.error:
-            raise Failed(f"{name}: stream {i}: {stream.error}")
+            raise HarnessError(f"{name}: stream {i}: {stream.error}")
         if not stream.tokens or (exact and stream.tokens != ask.max_tokens):
-            raise Failed(f"{name}: stream {i} has {stream.tokens} tokens instead of {ask.max_tokens}")
+            raise HarnessError(f"{name}: stream {i} has {stream.tokens} tokens instead of {ask.max_tokens}")
     return streams
 
 

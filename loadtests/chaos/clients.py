@@ -1,7 +1,7 @@
 """The clients of a chaos run: a fixed number of answers always under way, each of which must come out undisturbed.
 
 Owns what is asked, the tasks that ask it and what became of it. Runs on the event loop of a load test. Who breaks the
-engine meanwhile is somebody else's business; the clients are only told when, so that they can say what they saw.
+engine meanwhile is the scenario's business; the clients only get its times, so that they can say what they saw.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def undisturbed(port: int, wanted: Sequence[dict[str, Any]]) -> list[Accou
 
 
 class Clients:
-    """Keeps one answer to each body under way until it is told to leave. Use as a context manager."""
+    """Keeps one answer to each body under way until it is asked to leave. Use as a context manager."""
 
     def __init__(self, port: int, expected: Sequence[Account]) -> None:
         self.port = port

@@ -47,9 +47,9 @@ def _incomplete(expected: Account, seen: Account) -> str:
     """How many there are must be right whatever they are."""
     if not seen.ok:
         return f"ended badly after {len(seen.tokens)} tokens: {seen.trouble()}"
-    told, asked = seen.usage.get("completion_tokens"), seen.body["max_tokens"]
-    if not (told == len(seen.tokens) == asked) and seen.body.get("ignore_eos"):
-        return f"asked for {asked} tokens, got {len(seen.tokens)}, and the usage says {told}"
+    counted, asked = seen.usage.get("completion_tokens"), seen.body["max_tokens"]
+    if not (counted == len(seen.tokens) == asked) and seen.body.get("ignore_eos"):
+        return f"asked for {asked} tokens, got {len(seen.tokens)}, and the usage says {counted}"
     if seen.usage.get("prompt_tokens") != expected.usage.get("prompt_tokens"):
         return f"{seen.usage.get('prompt_tokens')} prompt tokens instead of {expected.usage.get('prompt_tokens')}"
     return ""
@@ -80,7 +80,7 @@ def _margin(expected: Account, seen: Account, place: int) -> float:
 
 def _distance_to_border(top: dict[str, float], body: dict[str, Any], other: str, place: int) -> float:
     """From the random number to the nearest border of the token that was drawn the other way; inf when the request
-    keeps more candidates than are told."""
+    keeps more candidates than it reports."""
     from server.compute.sampling import stream_key, uniforms
 
     if other not in top or not 0 < body.get("top_k", 0) <= len(top):

@@ -94,7 +94,7 @@ async def engine_up(server: Server, seconds: float = 120.0) -> float:
     began = monotonic()
     while not (await asyncio.to_thread(server.health))["engine"]["up"]:
         if monotonic() - began > seconds:
-            raise harness.Failed(f"no engine was ready after {seconds:.0f} s")
+            raise harness.HarnessError(f"no engine was ready after {seconds:.0f} s")
         await asyncio.sleep(0.01)
     return monotonic()
 
@@ -242,7 +242,7 @@ async def zombies(scenario: Scenario) -> Findings:
 async def _await_death(monitor: Monitor, since: float, seconds: float = 120.0) -> None:
     while not any(died >= since for died in list(monitor.deaths.values())):
         if monotonic() - since > seconds:
-            raise harness.Failed(f"an engine lived on for {seconds:.0f} s after its signal")
+            raise harness.HarnessError(f"an engine lived on for {seconds:.0f} s after its signal")
         await asyncio.sleep(0.01)
 
 

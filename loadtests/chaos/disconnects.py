@@ -1,4 +1,4 @@
-"""Chaos: clients that leave, and a server that is told to.
+"""Chaos: clients that leave, and a server that is asked to.
 
 Owns the modes drain and disconnects. Runs on the event loop of `loadtests.chaos`; signals go only to the servers that
 were started here.
@@ -39,19 +39,23 @@ async def drain(scenario: Scenario) -> Findings:
         ]
         while not (short.arrivals and endless.arrivals):
             await asyncio.sleep(0.01)
-        told = monotonic()
+        signalled = monotonic()
         server.process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.2)
         new = await ask(server.port, completion([104, 105], 4))
         is_ready = (await asyncio.to_thread(server.get, "/ready"))[0] == 200
         await asyncio.gather(*tasks)
         status = await asyncio.to_thread(server.process.wait, 30)
-        findings.figures = {"exit code": status, "seconds": monotonic() - told, "endless s": endless.ended - told}
-    findings.problems += drain_problems(short, endless, new, is_ready, told) + leftovers(server, family)
+        findings.figures = {
+            "exit code": status,
+            "seconds": monotonic() - signalled,
+            "endless s": endless.ended - signalled,
+        }
+    findings.problems += drain_problems(short, endless, new, is_ready, signalled) + leftovers(server, family)
     return findings
 
 
-def drain_problems(short: Account, endless: Account, new: Account, is_ready: bool, told: float) -> list[str]:
+def drain_problems(short: Account, endless: Account, new: Account, is_ready: bool, signalled: float) -> list[str]:
     code = (new.error or {}).get("code")
     facts = {
         f"new work got status {new.status}, {new.trouble()}": new.status == 503 and "retry-after" in new.headers,
@@ -59,7 +63,10 @@ def drain_problems(short: Account, endless: Account, new: Account, is_ready: boo
         "/ready still said yes": not is_ready,
         f"the short stream ended badly: {short.trouble()}": short.ok,
         f"the endless stream ended badly: {endless.trouble()}": endless.error is not None and not endless.done,
-        f"the endless stream ended after {endless.ended - told:.1f} s": abs(endless.ended - told - DRAIN_SECONDS) < 2,
+        f"the endless stream ended after {endless.ended - signalled:.1f} s": abs(
+            endless.ended - signalled - DRAIN_SECONDS
+        )
+        < 2,
     }
     return [problem for problem, holds in facts.items() if not holds]
 

@@ -79,7 +79,7 @@ async def newest(server: Server) -> int:
     return pid
 
 
-# ---------------------------------------------------------------- a stream that nobody keeps company
+# ---------------------------------------------------------------- a stream alone
 async def lone(scenario: Scenario) -> Findings:
     """One stream alone; its engine is killed whenever it has got so many tokens."""
 

@@ -20,7 +20,7 @@ from itertools import takewhile
 from time import monotonic, sleep
 
 PERIOD = 0.05
-DEAD_SECONDS = 0.2  # after which nobody may say any more that a dead engine is up
+DEAD_SECONDS = 0.2  # after which no route may say any more that a dead engine is up
 STALL_SECONDS = 0.5  # the same beyond the stall limit
 _UP = re.compile(rb"^marathon_engine_up(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 

@@ -31,7 +31,7 @@ GAVE_BACK = re.compile(r"sequence (\d+) gave its memory back after (\d+) tokens"
 
 # ---------------------------------------------------------------- live buffers
 async def leak(scenario: Scenario) -> Findings:
-    """One live buffer a step that nobody owns: the engine is replaced before MLX would throw."""
+    """One live buffer a step that nothing frees: the engine is replaced before MLX would throw."""
     bodies = [completion(prompt(20, scenario.rng), scenario.count(TOKENS, 4000))]
     return await _leaking(scenario, bodies, 1, faults="leak:1")
 

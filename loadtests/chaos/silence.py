@@ -16,18 +16,18 @@ from time import monotonic
 from typing import Any
 
 from loadtests.chaos.sse_client import Account, ask
-from loadtests.harness import Failed, Server
+from loadtests.harness import HarnessError, Server
 
 
 async def silence_after_kill(server: Server, body: Mapping[str, Any], tokens: int) -> float:
-    """Kill the engine once the answer has so many tokens; seconds until it goes on. Raises Failed."""
+    """Kill the engine once the answer has so many tokens; seconds until it goes on. Raises HarnessError."""
     account = Account(dict(body))
     task = asyncio.create_task(ask(server.port, body, account))
     while len(account.tokens) < tokens and not account.ended:
         await asyncio.sleep(0.002)
     engine = await asyncio.to_thread(server.engine_pid)
     if engine is None or account.ended:
-        raise Failed(f"nothing to kill: {account.trouble()}")
+        raise HarnessError(f"nothing to kill: {account.trouble()}")
     os.kill(engine, signal.SIGKILL)
     killed = monotonic()
     while await asyncio.to_thread(server.engine_pid) in (None, engine) and not account.ended:
@@ -39,7 +39,7 @@ async def silence_after_kill(server: Server, body: Mapping[str, Any], tokens: in
     task.cancel()
     await asyncio.wait([task])
     if over:
-        raise Failed(f"the answer didn't go on: {account.trouble()}")
+        raise HarnessError(f"the answer didn't go on: {account.trouble()}")
     return longest_gap(account, killed)
 
 

@@ -85,12 +85,12 @@ def stream(server: harness.Server, tokens: int, temperature: float) -> list[dict
         watch.over.set()
         thread.join()
     if usage.get("completion_tokens") != tokens:
-        raise harness.Failed(f"{usage.get('completion_tokens')} tokens came, not {tokens}")
+        raise harness.HarnessError(f"{usage.get('completion_tokens')} tokens came, not {tokens}")
     return rows_of(arrivals, watch, server, "".join(pieces), tokens)
 
 
 def events(port: int, tokens: int, temperature: float) -> Iterator[dict[str, Any]]:
-    """The events of one streamed chat answer. Raises Failed for an error."""
+    """The events of one streamed chat answer. Raises HarnessError for an error."""
     body = {
         "messages": [{"role": "user", "content": ASK.format(tokens)}],
         "max_tokens": tokens,
@@ -104,7 +104,7 @@ def events(port: int, tokens: int, temperature: float) -> Iterator[dict[str, Any
     with httpx.stream("POST", url, json=body, timeout=None, trust_env=False) as response:
         for line in response.iter_lines():
             if response.status_code != 200 or '"error"' in line[:20]:
-                raise harness.Failed(line)
+                raise harness.HarnessError(line)
             if line.startswith("data: {"):
                 yield json.loads(line[6:])
 

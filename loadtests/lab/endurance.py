@@ -21,7 +21,7 @@ from loadtests import harness
 from loadtests.chaos.clients import percentile
 from loadtests.lab.count import folder_of
 from loadtests.lab.line import fit
-from loadtests.lab.traffic import AGENT, KINDS, Ending, ask, body_of, is_truthful
+from loadtests.lab.traffic import AGENT, KINDS, AnswerEnd, ask, body_of, is_truthful
 from loadtests.soak import read
 
 CLIENTS = 6
@@ -82,7 +82,7 @@ class Traffic:
             if len(history) > 60:
                 history = []
 
-    def _note(self, kind: str, ending: Ending) -> None:
+    def _note(self, kind: str, ending: AnswerEnd) -> None:
         self.endings[f"{kind}: {ending.name}"] += 1
         if fault := is_truthful(kind, ending):
             self.faults.append(f"{kind}: {fault}")

@@ -70,12 +70,12 @@ class Sheet:
     """The CSV of one program, written row by row. Use as a context manager."""
 
     def __init__(self, folder: Path, name: str, columns: Sequence[str]) -> None:
-        """Appends where a file with the same columns is there. Raises Failed for one with other columns."""
+        """Appends where a file with the same columns is there. Raises HarnessError for one with other columns."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.csv"
         header = _header_of(path)
         if header and header != list(columns):
-            raise harness.Failed(f"{path} has other columns, from another version: choose another --out")
+            raise harness.HarnessError(f"{path} has other columns, from another version: choose another --out")
         self._file = path.open("a", encoding="utf-8", newline="")
         self._rows = csv.DictWriter(self._file, columns)
         if not header:
@@ -139,18 +139,18 @@ def _git(*arguments: str) -> str:
 
 # ---------------------------------------------------------------- the children
 def measure(module: str, values: dict[str, Any], seconds: float = SECONDS) -> list[Row]:
-    """The rows of one case, measured by `python -m loadtests.lab.child`. Raises Failed when it ends without any."""
+    """The rows of one case, measured by `python -m loadtests.lab.child`. Raises HarnessError when there are none."""
     child = harness.start([sys.executable, "-m", "loadtests.lab.child", module], stdin=-1, stdout=-1)
     try:
         output, _ = child.communicate(json.dumps(values).encode(), seconds)
     except subprocess.TimeoutExpired:
-        raise harness.Failed(f"not done after {seconds:.0f} s") from None
+        raise harness.HarnessError(f"not done after {seconds:.0f} s") from None
     finally:
         if child.poll() is None:
             child.kill()
             child.wait()
     if child.returncode or not output:
-        raise harness.Failed(f"the process ended with {child.returncode}")
+        raise harness.HarnessError(f"the process ended with {child.returncode}")
     return list(json.loads(output))
 
 
@@ -191,7 +191,7 @@ def _rows_of(experiment: Experiment, case: Case, arguments: argparse.Namespace) 
     asked = {name: value for name, value in case.values.items() if name in experiment.columns}
     try:
         found = measure(case.module or experiment.name, case.values, arguments.limit)
-    except harness.Failed as error:
+    except harness.HarnessError as error:
         print(f"{experiment.name}: {case.words()}: {error}", file=sys.stderr, flush=True)
         return [asked | {"error": str(error)}]
     return [asked | row for row in found]

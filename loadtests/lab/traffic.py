@@ -45,7 +45,7 @@ FINISHES = ("stop", "length", "tool_calls")
 
 
 @dataclass(slots=True)
-class Ending:
+class AnswerEnd:
     """What a client saw of one answer's end."""
 
     limit: int
@@ -90,9 +90,9 @@ def body_of(kind: str, rng: random.Random, history: Sequence[dict[str, str]] = (
     return body
 
 
-async def ask(client: httpx.AsyncClient, kind: str, body: dict[str, Any], gaps: list[float]) -> Ending:
+async def ask(client: httpx.AsyncClient, kind: str, body: dict[str, Any], gaps: list[float]) -> AnswerEnd:
     """The end of one answer; the times between its pieces, in ms, go into `gaps`."""
-    ending = Ending(body["max_tokens"])
+    ending = AnswerEnd(body["max_tokens"])
     if not body["stream"]:
         response = await client.post("/v1/chat/completions", json=body)
         ending.status = response.status_code
@@ -114,7 +114,7 @@ async def ask(client: httpx.AsyncClient, kind: str, body: dict[str, Any], gaps: 
     return ending
 
 
-def read_line(ending: Ending, line: str) -> None:
+def read_line(ending: AnswerEnd, line: str) -> None:
     """Take one line of an event stream, or of the body of a refusal."""
     if line.startswith("data: [DONE]"):
         ending.done = True
@@ -123,7 +123,7 @@ def read_line(ending: Ending, line: str) -> None:
         take(ending, json.loads(line.removeprefix("data: ")))
 
 
-def take(ending: Ending, content: dict[str, Any]) -> None:
+def take(ending: AnswerEnd, content: dict[str, Any]) -> None:
     """What an event, or a whole answer, says of the end."""
     if error := content.get("error"):
         ending.error = str(error.get("code") or error.get("type"))
@@ -137,7 +137,7 @@ def take(ending: Ending, content: dict[str, Any]) -> None:
             ending.finishes += 1
 
 
-def is_truthful(kind: str, ending: Ending) -> str:
+def is_truthful(kind: str, ending: AnswerEnd) -> str:
     """What is wrong with an ending, in words; empty for a truthful one: one reason to finish that fits the tokens, or
     one error that the request could meet."""
     if ending.left:
@@ -151,7 +151,7 @@ def is_truthful(kind: str, ending: Ending) -> str:
     return _content_fault(kind, ending)
 
 
-def _content_fault(kind: str, ending: Ending) -> str:
+def _content_fault(kind: str, ending: AnswerEnd) -> str:
     if kind == "tools" and ending.finish == "stop":
         return "no tool was called, though one was required"
     if kind == "schema" and ending.finish == "stop":

@@ -20,7 +20,7 @@ class Watcher:
     """A thread that looks until it is left. Use as a context manager.
 
     Attributes:
-        longest: seconds of the longest wait since somebody set it to 0.
+        longest: seconds of the longest wait since it was set to 0.
         seen: signs of life.
     """
 

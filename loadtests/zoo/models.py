@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from loadtests.harness import ROOT, Failed, start
+from loadtests.harness import ROOT, HarnessError, start
 
 TOKENIZER = ROOT / "tests" / "data" / "tokenizer"
 DULL = 0.1  # scale of the output rows of tokens that shouldn't be drawn
@@ -85,12 +85,12 @@ RECIPES = {
 
 
 def obtain(name: str, folder: Path) -> Path:
-    """The folder of the model, written by a child process unless it is there. Raises Failed."""
+    """The folder of the model, written by a child process unless it is there. Raises HarnessError."""
     path = folder / name
     if not (path / "config.json").exists():
         command = [sys.executable, "-m", "loadtests.zoo.models", name, str(path)]
         if status := start(command).wait():
-            raise Failed(f"the model {name} can't be written (status {status})")
+            raise HarnessError(f"the model {name} can't be written (status {status})")
     return path
 
 

@@ -175,9 +175,9 @@ def save(file: Path, weights: Mapping[str, np.ndarray]) -> None:
     for name, array in weights.items():
         head[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
         offset += array.nbytes
-    told = json.dumps(head).encode()
+    encoded = json.dumps(head).encode()
     with file.open("wb") as out:
-        out.write(struct.pack("<Q", len(told)) + told)
+        out.write(struct.pack("<Q", len(encoded)) + encoded)
         for array in weights.values():
             out.write(array.tobytes())
 

@@ -166,11 +166,11 @@ class Gauge:
         held = mx.get_active_memory() - sum(array.nbytes for array in arrays)
         run.readings.append(BufferSample(run.step, pending_leaves(arrays) if count is None else count, held))
         if len(run.readings) in (2, 4):  # early, while the graphs are small enough to be counted quickly
-            self._compare(run, census(caches))
+            self.compare(run, census(caches))
         self._on_reading(run)
 
     @staticmethod
-    def _compare(run: Run, found: list[Finding]) -> None:
+    def compare(run: Run, found: list[Finding]) -> None:
         """What is pending at the first census may be a step behind and no more; what then has grown is a chain."""
         if len(run.readings) == 2:
             run.growing = found

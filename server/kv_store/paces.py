@@ -45,7 +45,7 @@ class Pace(msgspec.Struct):
         return self.seconds / self.amount
 
 
-class _Seen(msgspec.Struct):
+class _SavedPaces(msgspec.Struct):
     prefill: Pace
     reading: Pace
 
@@ -57,12 +57,12 @@ class Paces:
         """`file`: where they are kept; a file that can't be read or written is no fault."""
         self._file = file
         self._clock = clock
-        self._seen = _Seen(Pace(), Pace())
+        self._seen = _SavedPaces(Pace(), Pace())
         self._saved = clock()
         self._has_changed = False
         if file is not None:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                self._seen = msgspec.json.decode(file.read_bytes(), type=_Seen)
+                self._seen = msgspec.json.decode(file.read_bytes(), type=_SavedPaces)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """So many tokens of prompts were read."""

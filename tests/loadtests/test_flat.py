@@ -171,9 +171,9 @@ def test_what_grew_is_what_counts():
     run = Run()
     early = [Finding(0, "A", "x", 3), Finding(1, "A", "y", 3)]
     run.readings = [BufferSample(15, 0, 0)] * 2
-    Gauge._compare(run, early)
+    Gauge.compare(run, early)
     run.readings = [BufferSample(15, 0, 0)] * 4
-    Gauge._compare(run, [Finding(0, "A", "x", 3), Finding(1, "A", "y", 9), Finding(2, "A", "z", 1)])
+    Gauge.compare(run, [Finding(0, "A", "x", 3), Finding(1, "A", "y", 9), Finding(2, "A", "z", 1)])
     assert [(f.layer, f.field) for f in run.growing] == [(1, "y"), (2, "z")]
 
 

@@ -89,7 +89,7 @@ def test_rows_of_other_columns_are_not_mixed(tmp_path):
     with experiment.Sheet(tmp_path, "x", ["a", "b"]) as sheet:
         sheet.write({"a": 2})
     assert experiment.read_rows(tmp_path / "x.csv") == [{"a": 1.23457, "b": "words"}, {"a": 2, "b": ""}]
-    with pytest.raises(harness.Failed, match="other columns"):
+    with pytest.raises(harness.HarnessError, match="other columns"):
         experiment.Sheet(tmp_path, "x", ["a", "c"])
 
 
@@ -309,7 +309,7 @@ def test_the_reproduction_for_upstream_shows_the_leak_and_its_mend(upstream, mon
 
 # ---------------------------------------------------------------- endurance
 def ended(**fields):
-    return traffic.Ending(
+    return traffic.AnswerEnd(
         **({"limit": 8, "status": 200, "finishes": 1, "finish": "length", "tokens": 8, "done": True} | fields)
     )
 
@@ -334,7 +334,7 @@ def test_truthful_endings_are_told_from_others():
 
 
 def test_a_stream_is_read_to_its_end():
-    ending = traffic.Ending(limit=2)
+    ending = traffic.AnswerEnd(limit=2)
     for text in ('data: {"choices": [{"delta": {"content": "a"}}]}', "", ": still here"):
         traffic.read_line(ending, text)
     traffic.read_line(ending, 'data: {"choices": [{"delta": {}, "finish_reason": "length"}]}')

@@ -38,7 +38,7 @@ from loadtests.bench.workload import (
     to_streams,
     tokens_a_second,
 )
-from loadtests.harness import Failed, Server, Worker
+from loadtests.harness import HarnessError, Server, Worker
 from loadtests.zoo import models
 
 WITH_USAGE = {"completion_tokens": 3, "prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -162,9 +162,9 @@ def test_half_a_load_is_no_measurement() -> None:
     assert checked("it", requests, whole, exact=True) == whole
     short = [Stream(0.0, [1.0], [1], 3)]
     assert checked("it", requests, short, exact=False) == short
-    with pytest.raises(Failed, match="3 tokens instead of 4"):
+    with pytest.raises(HarnessError, match="3 tokens instead of 4"):
         checked("it", requests, short, exact=True)
-    with pytest.raises(Failed, match="broke"):
+    with pytest.raises(HarnessError, match="broke"):
         checked("it", requests, [Stream(0.0, error="broke")], exact=False)
 
 
@@ -355,7 +355,7 @@ def _runs(pid: int) -> bool:
 def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
     server = Server("it", command, 1, "/ready", tmp_path / "log")
-    with pytest.raises(Failed, match="it ended with 1 while starting: no such model"):
+    with pytest.raises(HarnessError, match="it ended with 1 while starting: no such model"):
         server.wait_ready(20)
     server.stop()
 
@@ -363,7 +363,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(tmp_path: Pat
 def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
     server = small_server(tmp_path, "/never")
     try:
-        with pytest.raises(Failed, match="wasn't ready after"):
+        with pytest.raises(HarnessError, match="wasn't ready after"):
             server.wait_ready(1)
     finally:
         server.stop()
@@ -380,7 +380,7 @@ def test_a_worker_answers_lines_and_ends_with_its_input(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_a_failure_and_not_a_wait(tmp_path: Path) -> None:
     with Worker("loadtests.bench.client", log=tmp_path / "log") as worker:
         os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(Failed, match=r"loadtests.bench.client"):
+        with pytest.raises(HarnessError, match=r"loadtests.bench.client"):
             worker.ask(to_line(Order([])), 10)
 
 
@@ -507,7 +507,7 @@ def test_the_bars_of_the_pages_find_their_figures_and_pages_that_are_closed_are_
     assert [len(verdict.values) for verdict in verdicts] == [1] * len(verdicts)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(harness.Failed, match="0 bytes came"),
+        pytest.raises(harness.HarnessError, match="0 bytes came"),
         pages.opened_pages(silent.getsockname()[1], 1),
     ):
         pass

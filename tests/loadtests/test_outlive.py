@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtests.outlive import ResponseReader, Tally, script
+from loadtests.outlive import ReaderTally, ResponseReader, script
 
 Event = dict[str, Any]
 TEXT = "".join(script("qa"))
@@ -44,7 +44,7 @@ def told(events: list[Event]) -> Iterator[bytes]:
 
 
 async def problems(server: CutServer) -> list[str]:
-    tally = Tally()
+    tally = ReaderTally()
     transport = httpx.MockTransport(server)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         reader = ResponseReader(client, "qa", tally)

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from loadtests import harness, schemas
-from loadtests.schemas import Tally, ask_all, draw_schemas, judge, random_holds, random_questions
+from loadtests.schemas import SchemaTally, ask_all, draw_schemas, judge, random_holds, random_questions
 
 COUNT = 4
 
@@ -31,7 +31,7 @@ def test_an_answer_that_breaks_its_schema_is_a_fault() -> None:
 
 
 def test_a_run_with_faults_or_with_many_refusals_does_not_hold() -> None:
-    tally = Tally()
+    tally = SchemaTally()
     for _ in range(10):
         tally.add("valid")
     assert random_holds(tally, 10)

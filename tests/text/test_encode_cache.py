@@ -90,4 +90,4 @@ def test_a_token_that_takes_the_blanks_before_it_is_no_place_to_cut(tmp_path):
     cuts = encoder.cache.cuts.values()
     assert "<|im_end|>" in cuts
     assert "<eat>" not in cuts
-    assert not may_cut(lambda text: alone(encoder, text), "<eat>", encoder._ids["<eat>"])
+    assert not may_cut(lambda text: alone(encoder, text), "<eat>", encoder.backend.token_to_id("<eat>"))
