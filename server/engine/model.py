@@ -121,7 +121,9 @@ def read_weights(model: nn.Module, on_read: Callable[[int, int], None]) -> int:
     arrays = [array for _, array in tree_flatten(model.parameters())]
     total: int = sum(array.nbytes for array in arrays)
     done = 0
-    for part in _parts(arrays, max(LEAST_BYTES, total // PARTS)):
+    parts = list(_parts(arrays, max(LEAST_BYTES, total // PARTS)))
+    for part, following in zip(parts, [*parts[1:], []], strict=True):
+        mx.async_eval(part, following)  # so that the disk has work while this one is told
         mx.eval(part)
         done += sum(array.nbytes for array in part)
         on_read(done, total)
