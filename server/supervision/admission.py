@@ -1,11 +1,11 @@
 """May this sequence start, wait, or never fit? Arithmetic only.
 
 Owns the numbers: what a row costs, what an engine can hold, how long answers usually get. No I/O, no clock, no
-messages to anybody; any thread. Who asks when, and what happens to those that wait, is the supervisor's business.
+messages; any thread. The supervisor asks whether a sequence can ever fit, the scheduler whether it may start now.
 
 A request doesn't reserve its max_tokens: most answers are far shorter. Room is planned for the length that answers
 have had lately, and preemption covers what that leaves open. Memory that the engine can free by itself (the buffer
-pool, idle prefixes) is never counted against anybody.
+pool, idle prefixes) is never counted against a sequence.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns both from spawn to burial: writes commands, cuts what comes back into events, notices the end. Runs on the event
 loop of the server process and never blocks it. It doesn't know what the messages mean, and it never starts a second
-engine: who comes after a death, and when, is the supervisor's business.
+engine: the next engine after a death, and its time, are the engine lifecycle's business.
 
 The end is noticed twice over: by EOF on the socket, and by a pidfd where the system has them. Whichever comes first,
 everything that the engine wrote before it died is read and handed on before `lost` is set; a torn last frame is not.

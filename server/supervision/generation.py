@@ -2,7 +2,7 @@
 
 Owns `GenerationHandle` (one request), its `Generation`s (one a choice) and the `GenerationDelta`s read from them.
 Event-loop thread only. Never talks to an engine: whatever needs one is asked of the `GenerationOwner`, which is the
-supervisor.
+scheduler.
 
 A generation is its sequence and every id delivered so far; that is all it takes to continue it elsewhere. Ids are
 kept once: a reader that falls behind costs a larger slice, never a queue. Where they go to a `TokenLog`, too, its
@@ -50,7 +50,7 @@ class TokenLog(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One sequence on its way. Written by the supervisor, read by its `GenerationHandle`."""
+    """One sequence on its way. Written by the scheduler and its output router, read by its `GenerationHandle`."""
 
     seq: int
     index: int  # among the sequences given to open
@@ -61,7 +61,7 @@ class Generation:
     taken: bool = False  # the engine that it is in has begun to work on it
     ended: bool = False  # finished, cancelled or failed: no engine has it or will
     reason: Finish | None = None  # why it finished
-    # timing, by the supervisor's clock; 0 is "not yet"
+    # timing, by the scheduler's clock; 0 is "not yet"
     submitted: float = 0.0  # to the first engine
     first: float = 0.0  # token
     last: float = 0.0  # token
@@ -177,8 +177,8 @@ class GenerationHandle:
 
     Attributes:
         sequences: as given to open.
-        arrived: by the supervisor's clock.
-        outcome: label of `marathon_requests_total`; set it to say more than the supervisor can see (tool_calls).
+        arrived: by the scheduler's clock.
+        outcome: label of `marathon_requests_total`; set it to say more than the scheduler can see (tool_calls).
         background: goes on at the next start of the server, so that a drain doesn't wait for it.
     """
 
