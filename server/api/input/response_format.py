@@ -24,7 +24,8 @@ from server.text.tokenizer import Tokenizer
 
 # llguidance's own search for `start:` takes a GBNF rule of that name for Lark, and Lark with attributes for GBNF.
 _LARK = re.compile(r"^\s*(?:%llguidance\b|[?!]?start\s*(?:\[[^\]\n]*\])?\s*:(?!:=))", re.MULTILINE)
-_START_IN_GBNF = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|(?<![\w-])start(?![\w-])')
+_UNREAD_GBNF = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|\{,|(?<![\w-])start(?![\w-])')
+_READ_GBNF = {"start": "start-rule", "{,": "{0,"}
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _ASCII = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
 
@@ -188,9 +189,9 @@ def _rule(lark: str) -> str:
 
 
 def _for_converter(gbnf: str) -> str:
-    """The grammar without what llguidance's converter fails at: a rule `start`, which is its own name for `root`, and
-    long escapes, of which it drops zeros."""
-    named = _START_IN_GBNF.sub(lambda found: "start-rule" if found[0] == "start" else found[0], gbnf)
+    """The grammar without what llguidance's converter fails at: a rule `start`, which is its own name for `root`, a
+    number of times without a lower bound, and long escapes, of which it drops zeros."""
+    named = _UNREAD_GBNF.sub(lambda found: _READ_GBNF.get(found[0], found[0]), gbnf)
     return _ESCAPE.sub(_plain, named)
 
 
