@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ COMMANDS = {
     **people.COMMANDS,
     "completion": "print completion of commands, options and values for a shell",
 }
+_UNKNOWN_COMMAND = re.compile(r"argument command: invalid choice: '([^']*)'")
 PATHS = ("PATH", "FILE")
 EPILOG = (
     f"Each option can also be set as {ENV_PREFIX}<NAME> in the environment or as <name> in a TOML file. "
@@ -50,6 +52,9 @@ class Parser(argparse.ArgumentParser):
     commands: dict[str, argparse.ArgumentParser]
 
     def error(self, message: str) -> NoReturn:
+        if word := _UNKNOWN_COMMAND.match(message):
+            hint = did_you_mean(word[1], COMMANDS)
+            message = f"unknown command {word[1]!r} among {', '.join(COMMANDS)}{hint}"
         raise StartupError(f"{message} (see {self.prog} --help)")
 
     def refuse(self, word: str) -> NoReturn:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from server.config.sources import ENV_PREFIX, Sources, option
 from server.errors import StartupError
@@ -34,6 +34,7 @@ __all__ = [
 
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # hosts that mean every address, and the one that clients here use
 SIZE_UNITS = "a number of bytes, or one with a unit: 500MB and 8GB are powers of 1000, 512MiB and 8GiB of 1024"
+LEAST_SIZE = 1024  # fewer bytes aren't meant where a text has no unit
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SHOWN_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (10**9, "GB"), (10**6, "MB"), (2**10, "KiB"))
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
@@ -168,10 +169,13 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
 
     @field_validator(*SIZES, mode="before")
     @classmethod
-    def _sizes(cls, value: object) -> object:
+    def _sizes(cls, value: object, info: ValidationInfo) -> object:
         size = parse_bytes(value)
         if isinstance(size, str):
             raise ValueError(f"a size is {SIZE_UNITS}")
+        few = isinstance(value, str) and isinstance(size, int) and value.strip().isdecimal() and 0 < size < LEAST_SIZE
+        if few and info.field_name != "max_schema_bytes":
+            raise ValueError(f"that is {size} bytes, and {size}GB is gigabytes; a size is {SIZE_UNITS}")
         return size
 
     @field_validator("host")

@@ -126,6 +126,19 @@ def test_what_is_no_size_is_told_what_is(text):
     assert "512MiB" in line
 
 
+@pytest.mark.parametrize("name", ["memory_limit", "prefix_cache", "pool_limit", "kv_disk"])
+@pytest.mark.parametrize("text", ["5", " 16 ", "1023"])
+def test_a_few_bytes_are_taken_for_a_forgotten_unit(monkeypatch, name, text):
+    assert f"{text.strip()}GB is gigabytes" in refusal({name: text})
+    monkeypatch.setenv(variable(name), text)
+    assert f"{text.strip()}GB is gigabytes" in refusal({})
+
+
+def test_no_bytes_are_no_bytes_and_a_schema_may_be_small():
+    assert load({"max_schema_bytes": "512"}).max_schema_bytes == 512
+    assert load({"prefix_cache": "0", "kv_disk": "0"}).prefix_cache == 0
+
+
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_help_says_the_units_of_every_size(command, capsys):
     with pytest.raises(SystemExit):
@@ -151,6 +164,8 @@ def complaint(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["srve"], ["unknown command 'srve'", "; did you mean serve?", "marathon --help"]),
+        (["xyzzy"], ["unknown command 'xyzzy'", "serve, check", "marathon --help"]),
         (["serve", "--prot", "8"], ["--prot", "did you mean --port?", "marathon serve --help"]),
         (["serve", "--log_level=debug"], ["--log_level;", "did you mean --log-level?", "marathon serve --help"]),
         (["check", "--modle", "x"], ["did you mean --model?", "marathon check --help"]),
