@@ -24,7 +24,7 @@ import server
 from server.api.middleware import anthropic_errors
 from server.api.middleware.security import Names
 from server.errors import Draining, NotReady, RequestError
-from server.metrics import Metrics
+from server.metrics import CONTENT_TYPE, Metrics
 from server.model_files.telling import amount
 from server.serving.startup import Startup, StartupInterrupt
 from server.settings import Settings
@@ -33,6 +33,8 @@ from server.supervision.supervisor import Supervisor
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics", "/status", "/status/events", "/"})
 RETRY_SECONDS = 2
 LOOK_SECONDS = 0.1  # between two looks at the engine's stage
+# A refusal would be a server that is down, to Prometheus, whose alert waits a minute; a fetch may take longer.
+NO_ENGINE = "# TYPE marathon_engine_up gauge\nmarathon_engine_up 0\n"
 WAITING = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="2"><link rel="icon" href="data:,">
@@ -87,6 +89,8 @@ class Entrance:
         if scope["path"] == "/live":
             return JSONResponse({"status": "live"})
         reason = f"The model isn't loaded yet: {self._startup.reason}"
+        if scope["path"] == "/metrics":
+            return Response(NO_ENGINE, media_type=CONTENT_TYPE)
         if scope["path"] == "/":
             return HTMLResponse(WAITING.format(html.escape(reason)), headers=WAITING_HEADERS)
         if scope["path"] == "/health":

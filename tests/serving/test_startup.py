@@ -24,10 +24,12 @@ from typing import Any
 import httpx
 import pytest
 from commanding import in_thread, terminal
+from prometheus_client.parser import text_string_to_metric_families
 from serving import engine, run_server
 
 from server import serve
 from server.errors import StartupError
+from server.metrics import CONTENT_TYPE
 from server.model_files.locate import ModelLocation
 from server.serving import startup
 from server.serving.entrance import Entrance
@@ -216,7 +218,12 @@ async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(m
     async with entrance(monkeypatch, locate) as place:
         chat = asyncio.create_task(place.client.post("/v1/chat/completions", json=CHAT))
         assert (await place.client.get("/live")).json() == {"status": "live"}
-        for path in ("/ready", "/metrics", "/status", "/status/events"):
+        scraped = await place.client.get("/metrics")
+        assert (scraped.status_code, scraped.headers["content-type"]) == (200, CONTENT_TYPE)
+        assert [(one.name, one.samples[0].value) for one in text_string_to_metric_families(scraped.text)] == [
+            ("marathon_engine_up", 0.0)
+        ], "it is up, and has no engine"
+        for path in ("/ready", "/status", "/status/events"):
             answer = await place.client.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
             assert "12 of 93 MB" in answer.json()["error"]["message"]
