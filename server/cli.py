@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if word := _UNKNOWN_COMMAND.match(message):
             hint = did_you_mean(word[1], COMMANDS)
-            message = f"unknown command {word[1]!r} among {', '.join(COMMANDS)}{hint}"
+            message = f"there is no command {word[1]!r} among {', '.join(COMMANDS)}{hint}"
         raise StartupError(f"{message} (see {self.prog} --help)")
 
     def refuse(self, word: str) -> NoReturn:

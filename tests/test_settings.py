@@ -164,8 +164,8 @@ def complaint(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["srve"], ["unknown command 'srve'", "; did you mean serve?", "marathon --help"]),
-        (["xyzzy"], ["unknown command 'xyzzy'", "serve, check", "marathon --help"]),
+        (["srve"], ["there is no command 'srve'", "; did you mean serve?", "marathon --help"]),
+        (["xyzzy"], ["there is no command 'xyzzy'", "serve, check", "marathon --help"]),
         (["serve", "--prot", "8"], ["--prot", "did you mean --port?", "marathon serve --help"]),
         (["serve", "--log_level=debug"], ["--log_level;", "did you mean --log-level?", "marathon serve --help"]),
         (["check", "--modle", "x"], ["did you mean --model?", "marathon check --help"]),

@@ -31,7 +31,13 @@ def hub_folder(hub_id: str, tell: TellProgress) -> Path:
     if here is not None and (lack := lacks(here)) is None:
         tell(f"{hub_id} is in the hub's cache ({here}); the hub isn't asked for a newer one")
         return here
-    info = _knock(hub_id, tell, lack if here is not None else None)
+    try:
+        info = _knock(hub_id, tell, lack if here is not None else None)
+    except StartupError as error:
+        if (earlier := whole_snapshot(_cache_of(hub_id))) is None:
+            raise
+        tell(f"{error}; an earlier snapshot in the cache is whole and is served: {earlier}")
+        return earlier
     folder = _fetched(hub_id, info, tell)
     if lack := lacks(folder):
         raise StartupError(f"--model {hub_id} was fetched and can't be served: {lack}")
@@ -52,12 +58,26 @@ def hub_id_of(folder: Path) -> str | None:
 def snapshot(repository: Path) -> Path | None:
     """The snapshot that a model's folder in the hub's cache has for `main`, or its only one."""
     try:
-        return repository / "snapshots" / (repository / "refs" / "main").read_text("utf-8").strip()
+        main = repository / "snapshots" / (repository / "refs" / "main").read_text("utf-8").strip()
+        if main.is_dir():
+            return main
     except (OSError, ValueError):
-        found = [path for path in repository.glob("snapshots/*") if path.is_dir()]
-        if len(found) == 1:
-            return found[0]
-        return None
+        pass
+    found = _snapshots(repository)
+    if len(found) == 1:
+        return found[0]
+    return None
+
+
+def whole_snapshot(repository: Path) -> Path | None:
+    """The newest snapshot that lacks nothing: a download that was cut off leaves `main` with one that does."""
+    return next((path for path in _snapshots(repository) if lacks(path) is None), None)
+
+
+def _snapshots(repository: Path) -> list[Path]:
+    """The newest first."""
+    found = [path for path in repository.glob("snapshots/*") if path.is_dir()]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def lacks(folder: Path) -> str | None:

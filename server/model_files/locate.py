@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.errors import StartupError
-from server.model_files.hub import hub_folder, hub_id_of, snapshot
+from server.model_files.hub import hub_folder, hub_id_of, snapshot, whole_snapshot
 from server.model_files.starter import NAME, ensure_starter
 from server.model_files.telling import TellProgress, to_log
 from server.settings import Settings
@@ -63,7 +63,7 @@ def _folder(given: Path) -> ModelLocation:
     else:
         name = folder.name
     if hub_id_of(folder) and not (folder / "config.json").is_file():
-        folder = snapshot(folder) or folder
+        folder = snapshot(folder) or whole_snapshot(folder) or folder
     if not (folder / "config.json").is_file():
         raise StartupError(f"--model {given} is no MLX model: it has no config.json")
     return ModelLocation(folder, hub_id_of(given.absolute()) or name or "model")

@@ -196,6 +196,33 @@ def test_what_the_hub_says_is_said_in_one_line(hub: Hub, tmp_path: Path) -> None
         assert not error.endswith(":")
 
 
+@pytest.mark.parametrize("left", ["part", "nothing"])
+def test_a_newer_download_that_was_cut_off_leaves_the_earlier_model_in_service(
+    tiny: Any, tmp_path: Path, left: str
+) -> None:
+    """The hub's client writes `refs/main` before the first file."""
+    folder = cached(tmp_path, "org/here", tiny("llama"))
+    repository = folder.parent.parent
+    (repository / "refs" / "main").write_text("f" * 40)
+    if left == "part":
+        (folder.parent / ("f" * 40)).mkdir()
+        (folder.parent / ("f" * 40) / "config.json").symlink_to(folder / "config.json")
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
+        ((found, error, lines, _),) = ask("http://127.0.0.1:9", tmp_path, "org/here", **environment)
+        assert (found, error) == (folder, "")
+        assert str(folder) in lines[-1]
+        assert ("an earlier snapshot" in lines[-1]) == (left == "part")
+
+
+def test_a_folder_of_the_cache_whose_main_is_gone_is_served_from_a_whole_snapshot(tiny: Any, tmp_path: Path) -> None:
+    folder = cached(tmp_path, "org/here", tiny("llama"))
+    (folder.parent.parent / "refs" / "main").write_text("f" * 40)
+    (folder.parent / "another").mkdir()
+    found = at_hand(str(folder.parent.parent))
+    assert found is not None
+    assert (found.path, found.name) == (folder.resolve(), "org/here")
+
+
 def test_without_a_network_or_offline_the_cache_is_all_there_is(tiny: Any, tmp_path: Path) -> None:
     folder = cached(tmp_path, "org/here", tiny("llama"))
     for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
