@@ -364,6 +364,7 @@ class Checkpoints:
     def _note_reading(self, size: int, seconds: float) -> None:
         if tier := self._tier:
             tier.paces.note_reading(size, seconds)
+            tier.reader.save_paces()
 
     def _note_prefill(self, tier: Tier) -> None:
         tokens, seconds = self._noted

@@ -7,6 +7,7 @@ neither. The engine's main thread notes what it sees and asks; the writer's thre
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import msgspec
 
 from server.kv_store.files.folder import FILE_MODE
 
-ASSUMED = 1e-9  # seconds a byte of a reading takes, until one was measured: 1 GB/s
+ASSUMED = 2e-9  # seconds a byte of a reading takes, until one was measured: 0.5 GB/s, as on a GPU with its own memory
 SURE = 0.7  # share of a reading's seconds that a prefill may take to be chosen: it keeps other rows from their steps
 DOUBT = 0.9  # by which a reading is taken for faster each time that it isn't chosen, so that it is tried again
 MEMORY = {"prefill": 1 << 17, "reading": 1 << 31}  # tokens and bytes after which what was seen counts half
@@ -58,7 +59,7 @@ class Paces:
         self._file = file
         self._clock = clock
         self._seen = _SavedPaces(Pace(), Pace())
-        self._saved = clock()
+        self._saved = -math.inf
         self._has_changed = False
         if file is not None:
             with contextlib.suppress(OSError, msgspec.MsgspecError):

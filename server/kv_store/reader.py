@@ -6,6 +6,7 @@ and takes what was read; it never waits. A file that can't be used is given up, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 from collections.abc import Callable, Sequence
@@ -104,6 +105,11 @@ class KVReader:
         fetch = Fetch(chain, limit, destination, on_news)
         self._rows.submit(self._run, fetch, route)
         return fetch
+
+    def save_paces(self) -> None:
+        """A reading is rare, and the next one may be another engine's: what it showed is written down at once."""
+        with contextlib.suppress(RuntimeError):  # the threads have ended
+            self._files.submit(self._paces.save, at_once=True)
 
     def close(self) -> None:
         """End the threads; readings under way are given up."""

@@ -68,15 +68,15 @@ def test_the_next_engine_knows_them(tmp_path):
 
 
 def test_they_are_written_now_and_then(tmp_path):
-    now = [0.0]
+    now, found = [0.0], []
     file = tmp_path / "paces.json"
     paces = Paces(file, lambda: now[0])
-    paces.note_prefill(1000, 1.0)
-    paces.save()
-    assert not file.exists()
-    now[0] = 10.0
-    paces.save()
-    assert file.exists()
+    for at, seconds in ((0.0, 1.0), (1.0, 3.0), (10.0, 3.0)):
+        now[0] = at
+        paces.note_prefill(1000, seconds)
+        paces.save()
+        found.append(Paces(file).token_seconds)
+    assert found == pytest.approx([1e-3, 1e-3, 7e-3 / 3])
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"prefill": 1}', b"\xff"])
