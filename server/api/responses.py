@@ -140,7 +140,7 @@ def conversation(request: ResponsesRequest, settings: Settings) -> tuple[Convers
         messages=responses_input.messages(request.input, request.instructions),
         sampling=generation(request),
         tools=offered,
-        form=_text_form(request, settings),
+        form=_answer_form(request, settings),
         max_tokens=request.max_output_tokens or settings.default_max_tokens,
         logprobs=logprobs,
         effort=effort,
@@ -156,6 +156,15 @@ def _top_logprobs(request: ResponsesRequest) -> int | None:
     if request.top_logprobs or LOGPROBS in (request.include or []):
         return request.top_logprobs or 0
     return None
+
+
+def _answer_form(request: ResponsesRequest, settings: Settings) -> AnswerForm | None:
+    text = _text_form(request, settings)
+    structured = response_format.of_structured(request, settings)
+    if text is not None and structured is not None:
+        message = f"{structured.param}: the answer's form is given by {text.param} already"
+        raise InvalidValue(message, param=structured.param)
+    return text or structured
 
 
 def _text_form(request: ResponsesRequest, settings: Settings) -> AnswerForm | None:
@@ -200,13 +209,16 @@ def _head(request: ResponsesRequest, identity: AnswerIdentity, keeps: bool) -> d
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None} | _echoed(request.reasoning),
+        "safety_identifier": request.safety_identifier,
         "store": keeps,
         "text": {"format": {"type": "text"}} | _echoed(request.text),
         "tool_choice": _choice(request),
         "tools": [_echoed(tool) for tool in request.tools or []],
         "top_logprobs": request.top_logprobs or 0,
         "truncation": "disabled",
+        "user": request.user,
     }
 
 

@@ -37,6 +37,7 @@ from server.text.tokenizer import Tokenizer
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
 SEALED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
+REGEX = {"structured_outputs": {"regex": "a"}}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "look_up", "parameters": {"type": "object"}, "strict": False},
     {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "close", "parameters": {}}]},
@@ -115,11 +116,49 @@ async def test_usage_has_every_count_from_the_beginning_and_the_count_of_a_promp
 
 async def test_the_answer_repeats_what_was_asked_and_says_that_nothing_is_stored() -> None:
     async with run_server() as site:
-        told = {"metadata": {"a": "b"}, "tool_choice": {"type": "function", "name": "look_up"}, "tools": TOOLS}
+        told: dict[str, Any] = {
+            "metadata": {"a": "b"}, "tool_choice": {"type": "function", "name": "look_up"}, "tools": TOOLS,
+            "prompt_cache_key": "thread-1", "safety_identifier": "person-7", "user": "person-7",
+        }  # fmt: skip
         made = await respond(site, store=True, temperature=0, **told)
         assert ResponseObject.model_validate(made)
         assert {name: made[name] for name in told} == told
         assert (made["store"], made["background"], made["temperature"]) == (False, False, 0)
+
+
+async def test_labels_that_were_not_given_are_null_and_every_event_with_the_response_has_them() -> None:
+    async with run_server() as site:
+        whole = [event["response"] for event in await stream(site, prompt_cache_key="k") if "response" in event]
+        labels = [(made["prompt_cache_key"], made["safety_identifier"], made["user"]) for made in whole]
+        assert labels == [("k", None, None)] * 3
+
+
+async def test_the_form_of_an_answer_may_be_asked_for_in_the_words_of_vllm() -> None:
+    async with run_server() as site:
+        for fields in ({}, {"structured_outputs": {}}, {"structured_outputs": {"choice": ["yes", "no"]}}):
+            await respond(site, max_output_tokens=2, **fields)
+        grammars = [submitted.sequence.grammar for submitted in site.fake.submits]
+    assert [grammar is not None for grammar in grammars] == [False, False, True]
+
+
+async def test_token_ids_that_end_an_answer_are_those_of_a_chat() -> None:
+    async with run_server() as site:
+        for fields in ({}, {"stop_token_ids": [9]}, {"stop_token_ids": [9], "ignore_eos": True}):
+            await respond(site, max_output_tokens=2, **fields)
+        ends = [set(submitted.sequence.stop_ids) for submitted in site.fake.submits]
+    own = tokenizer().eos_ids
+    assert ends == [{*own}, {9, *own}, {9}]
+
+
+async def test_what_asks_for_nothing_in_the_words_of_vllm_is_let_through() -> None:
+    async with run_server() as site:
+        await respond(
+            site,
+            include_reasoning=True,
+            skip_special_tokens=True,
+            include_stop_str_in_output=False,
+            previous_input_messages=[],
+        )
 
 
 async def test_every_event_is_what_the_document_says() -> None:
@@ -234,6 +273,16 @@ def test_a_sealed_thought_comes_back_and_a_foreign_one_is_left_out() -> None:
         ({"logit_bias": {"a word": 1}}, "logit_bias"),
         ({"logit_bias": [["9" * 5000, 1]]}, "logit_bias"),
         ({"model": "other"}, "model"),
+        ({"structured_outputs": {"regex": "[.*"}}, "structured_outputs.regex"),
+        (REGEX | {"text": {"format": {"type": "json_object"}}}, "structured_outputs.regex"),
+        (REGEX | {"tools": TOOLS, "tool_choice": "required"}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"previous_input_messages": [{"role": "user", "content": "x"}]}, "previous_input_messages"),
+        ({"prompt_cache_key": 1}, "prompt_cache_key"),
     ],
 )  # fmt: skip
 async def test_what_is_not_offered_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from server.api.input.schema import GenerationRequest, StructuredOutputs
+from server.api.input.schema import GenerationRequest, SamplingFields, StructuredOutputs
 from server.errors import InvalidValue, UnsupportedParameter, one_line
 from server.grammar import build, user_grammar
 from server.grammar.checker import Prove
@@ -49,9 +49,23 @@ class AnswerForm:
     of_text: bool = field(default=False, compare=False)
 
 
+Place = tuple[
+    str, Any, Callable[[Any, str], AnswerForm]
+]  # where a form may be asked for, what stands there, its reader
+
+
 def read(request: GenerationRequest, settings: Settings) -> AnswerForm | None:
     """The form that the request asks for. Raises InvalidValue for several, or for one that makes no sense."""
-    forms = [(param, value, make) for param, value, make in _forms(request) if value is not None]
+    return _only(_forms(request), settings)
+
+
+def of_structured(request: SamplingFields, settings: Settings) -> AnswerForm | None:
+    """The form that `structured_outputs` asks for, raising as `read` does."""
+    return _only(_structured(request), settings)
+
+
+def _only(places: list[Place], settings: Settings) -> AnswerForm | None:
+    forms = [(param, value, make) for param, value, make in places if value is not None]
     if not forms:
         return None
     if len(forms) > 1:
@@ -72,16 +86,10 @@ def of_any_object(param: str) -> AnswerForm:
     return replace(_any_object(True, param), of_text=True)
 
 
-def _forms(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, str], AnswerForm]]]:
-    """Every place where a form may be asked for, what stands there, and how it is read."""
-    nested = request.structured_outputs or StructuredOutputs.model_validate({})
+def _forms(request: GenerationRequest) -> list[Place]:
     return [
         *_response_format(request),
-        ("structured_outputs.json", nested.json_, _json),
-        ("structured_outputs.json_object", nested.json_object or None, _any_object),
-        ("structured_outputs.regex", nested.regex, _regex),
-        ("structured_outputs.choice", nested.choice, _choice),
-        ("structured_outputs.grammar", nested.grammar, _grammar),
+        *_structured(request),
         ("guided_json", request.guided_json, _json),
         ("guided_regex", request.guided_regex, _regex),
         ("guided_choice", request.guided_choice, _choice),
@@ -93,7 +101,18 @@ def _forms(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, st
     ]
 
 
-def _response_format(request: GenerationRequest) -> list[tuple[str, Any, Callable[[Any, str], AnswerForm]]]:
+def _structured(request: SamplingFields) -> list[Place]:
+    nested = request.structured_outputs or StructuredOutputs.model_validate({})
+    return [
+        ("structured_outputs.json", nested.json_, _json),
+        ("structured_outputs.json_object", nested.json_object or None, _any_object),
+        ("structured_outputs.regex", nested.regex, _regex),
+        ("structured_outputs.choice", nested.choice, _choice),
+        ("structured_outputs.grammar", nested.grammar, _grammar),
+    ]
+
+
+def _response_format(request: GenerationRequest) -> list[Place]:
     options = request.response_format
     if options is None or options.type == "text":
         return []

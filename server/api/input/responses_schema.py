@@ -27,6 +27,7 @@ from server.api.input.schema import (
 )
 
 MAX_TOOLS = 1024
+LABEL = "comes back with the answer and can't change it"
 HOSTED = frozenset({  # items that tell of tools on OpenAI's servers, or of clients' tools that those know
     "additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction",
     "computer_call", "computer_call_output", "file_search_call", "image_generation_call", "local_shell_call",
@@ -232,9 +233,13 @@ class ResponsesRequest(SamplingFields):
     metadata: dict[str, Any] | None = Field(None, description="comes back with the answer")
     max_tool_calls: Any = Field(None, description=IGNORED + ": it limits hosted tools")
     service_tier: Any = Field(None, description=IGNORED)
-    safety_identifier: Any = Field(None, description=IGNORED)
-    prompt_cache_key: Any = Field(None, description=IGNORED)
+    safety_identifier: str | None = Field(None, description=LABEL)
+    prompt_cache_key: str | None = Field(None, description=LABEL)
     prompt_cache_retention: Any = Field(None, description=IGNORED)
     prompt_cache_options: Any = Field(None, description=IGNORED)
     client_metadata: Any = Field(None, description=IGNORED)
-    user: Any = Field(None, description=IGNORED)
+    user: str | None = Field(None, description=LABEL)
+    include_reasoning: Annotated[Any, UnofferedField((True,), "thoughts are items of their own")] = None
+    skip_special_tokens: Annotated[Any, UnofferedField((True,))] = None
+    include_stop_str_in_output: Annotated[Any, UnofferedField((False,))] = None
+    previous_input_messages: Annotated[Any, UnofferedField(([],), "`input` has the whole conversation")] = None

@@ -474,6 +474,9 @@ class SamplingFields(Wire):
         examples=[1],
     )
     stop: Stop | None = Field(None, description="strings that end the answer and aren't part of it", examples=[["\n"]])
+    stop_token_ids: Many[TokenId] | None = Field(None, description="further token ids that end the answer")
+    ignore_eos: bool | None = Field(None, description="go on at the model's own end tokens", examples=[False])
+    structured_outputs: StructuredOutputs | None = Field(None, description="form of the answer, as vLLM has it")
     stream: bool | None = Field(None, description="send the answer as server-sent events", examples=[False])
 
 
@@ -483,16 +486,13 @@ class GenerationRequest(SamplingFields):
     n_predict: Annotated[int, Field(ge=-1), AfterValidator(_not_zero)] | None = Field(
         None, description="most tokens of the answer, in llama.cpp's words; -1: what fits the context"
     )
-    stop_token_ids: Many[TokenId] | None = Field(None, description="further token ids that end the answer")
     allowed_token_ids: Annotated[Many[TokenId], Field(min_length=1)] | None = Field(
         None, description="no other token is drawn; not beside a form of the answer or a forced call"
     )
-    ignore_eos: bool | None = Field(None, description="go on at the model's own end tokens", examples=[False])
     min_tokens: int | None = Field(None, ge=0, description="no end token is drawn before so many tokens")
     n: int | None = Field(None, ge=1, le=128, description="number of answers, each with its own draws", examples=[1])
     stream_options: StreamOptions | None = Field(None, description="only with `stream: true`")
     response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or a JSON schema")
-    structured_outputs: StructuredOutputs | None = Field(None, description="form of the answer, as vLLM has it")
     guided_json: SchemaOrText | None = Field(None, description="older name of `structured_outputs.json`")
     guided_regex: str | None = Field(None, description="older name of `structured_outputs.regex`")
     guided_choice: Choices | None = Field(None, description="older name of `structured_outputs.choice`")

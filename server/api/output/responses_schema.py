@@ -80,7 +80,9 @@ class ResponseObject(Shape):
     output: list[ResponseItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    prompt_cache_key: str | None
     reasoning: dict[str, Any]
+    safety_identifier: str | None
     store: bool = Field(description="the response is kept and can be asked for by its id")
     temperature: float
     text: dict[str, Any]
@@ -90,6 +92,7 @@ class ResponseObject(Shape):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
+    user: str | None
 
 
 class DeletedResponse(Shape):
