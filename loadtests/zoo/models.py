@@ -123,6 +123,11 @@ def _write_weights(recipe: Recipe, folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
 
 
+def config_of(name: str) -> dict[str, Any]:
+    """The config.json of a recipe with a `config`."""
+    return _filled(RECIPES[name])
+
+
 def _filled(recipe: Recipe) -> dict[str, Any]:
     config = json.loads(json.dumps(recipe.config)) | {"eos_token_id": EOS, "vocab_size": recipe.vocab}
     if "text_config" in config:
@@ -153,7 +158,7 @@ def build(name: str) -> Any:
     import mlx.core as mx
     from mlx_lm.utils import _get_classes
 
-    config = _filled(RECIPES[name])
+    config = config_of(name)
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(json.loads(json.dumps(config))))
     model.load_weights(list(_drawn(config).items()))

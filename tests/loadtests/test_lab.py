@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import zipfile
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -355,73 +354,3 @@ def test_traffic_has_slopes_and_growth():
     row = {"shape": "llama", "untruthful": 0, "requests": 9, "left_running": 0, "faults": ""} | found
     asked = endurance.parse(["--growth", "1.05"])
     assert [bound.holds for bound in endurance.experiment(asked).judge([row])] == [True, True, False, True]
-
-
-# ---------------------------------------------------------------- the report
-SAMPLES: dict[str, Any] = {
-    "residency": [
-        {"pattern": "x = x - 1, never evaluated", "buffers_a_step": 1.0, "bytes_a_step": 4.0},
-        {"family": "qwen3_5", "arm": "mlx_lm alone", "limit": 900, "buffers_a_step": 2.0, "holders": "a.b"}
-        | {"ceiling_metal": 249_500.0, "ceiling_predicted": 430.0, "ceiling_measured": 431.0},
-        {"family": "qwen3_5", "arm": "guard", "buffers_a_step": 0.0},
-    ],
-    "count": [
-        *({"shape": "llama", "way": "http", "rows": 1, "thousand": n, "tok_s": 90.0, "p50_ms": 9.0} for n in (1, 2, 3)),
-        {"shape": "llama", "way": "reference", "bare_second_ms": 1.0, "bare_last_ms": 1.1},
-    ],
-    "cache_kinds": [
-        {"shape": "llama", "kind": kind, "prompt": 513, "peak_mib": peak, "decode_tok_s": 9.0, "first_ms": 1.0}
-        for kind, peak in (("step", 100.0), ("concatenate", 150.0), ("contiguous", 150.0))
-    ],
-    "pinned": [{"shape": "llama", "moment": "decode", "ratio": 1.07}],
-    "attention_paths": [
-        *({"shape": "llama", "path": path, "prompt": 513, "peak_mib": 9.0} for path in ("steps", "fused")),
-        {"shape": "llama", "prompt": 512, "positions": 64, "top_differs": 3, "against_the_rule": 0},
-    ],
-    "kv_passes": [
-        *({"shape": "llama", "kind": "step", "point": "context", "kv_bytes": 1e6 * n, "ms": n} for n in (1, 2)),
-        {
-            "shape": "llama",
-            "kind": "step",
-            "point": "line",
-            "intercept_ms": 0.0,
-            "gb_s": 1.0,
-            "passes": 7.25,
-            "r2": 1.0,
-        },
-    ],
-}
-
-
-def written(folder):
-    programs = {program.__name__.rpartition(".")[2]: program for program in PROGRAMS}
-    for name, rows in SAMPLES.items():
-        columns = (*experiment.COMMON, *experiment.OF_THE_PROCESS, *programs[name].COLUMNS)
-        with experiment.Sheet(folder, name, columns) as sheet:
-            for row in rows:
-                sheet.write({"device": "a <device>", "system": "Linux", "mlx": "0.32.4", "commit": "abc"} | row)
-
-
-def test_the_report_is_one_page_with_every_finding(tmp_path, monkeypatch, capsys):
-    written(tmp_path)
-    monkeypatch.setattr("sys.argv", ["report", "--data", str(tmp_path), "--out", str(tmp_path)])
-    assert report.main() == 0
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    short = (tmp_path / "report.md").read_text(encoding="utf-8")
-    for text in (page, short):
-        assert all(text.count(word) >= 6 for word in ("Asked.", "Published.", "On MLX.", "Not proven."))
-        assert "7.25" in text
-        assert "1.07" in text
-    assert page.count("<svg") == 4
-    assert "currentColor" in page
-    assert "<device>" not in page
-    assert "http://" not in page.replace("http://www.w3.org/", "")
-    assert "xmlns" in page
-    capsys.readouterr()
-
-
-def test_a_report_of_nothing_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["report", "--data", str(tmp_path), "--out", str(tmp_path)])
-    assert report.main() == 2
-    assert "no CSV file" in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()
