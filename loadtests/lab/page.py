@@ -18,7 +18,7 @@ table { border-collapse: collapse; font-size: 0.8rem; display: block; overflow-x
 th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.6rem; text-align: right; vertical-align: top; }
 th { vertical-align: bottom; min-width: 3.5rem; } td { font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child, table.words th, table.words td { text-align: left; }
-table.words td:first-child { white-space: nowrap; }
+table.words { display: table; } table.words td:nth-child(4) { width: 38%; } table.words td:nth-child(5) { width: 24%; }
 .verdict { border-left: 4px solid currentColor; padding: 0.1rem 0 0.1rem 0.9rem; }
 figure { margin: 1.5rem 0; } figure svg { width: 100%; height: auto; } figcaption { font-size: 0.85rem; }
 @media print {

@@ -232,6 +232,13 @@ def test_an_arm_without_rows_has_no_column_and_one_with_rows_has():
     )
 
 
+def test_a_family_measured_twice_counts_once():
+    verdict = finding_of("residency", bare(), leaking(), leaking(), GUARDED, GUARDED).verdict
+    assert "1 of 1 families lose 2 buffers" in verdict.said
+    assert "none of 1 families" in verdict.said
+    assert "1 of 1 families are within 5 %" in verdict.sure
+
+
 def test_the_mend_for_users_of_mlx_lm_stands_in_the_first_finding():
     text = text_of(finding_of("residency", *SAMPLES["residency"]))
     assert "(../../upstream/issue.md)" in text

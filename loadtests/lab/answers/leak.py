@@ -25,7 +25,7 @@ MECHANISM = [
     "How one buffer a step comes about: an array that isn't evaluated is a graph that remembers its operands. In `x = "
     "x - 1` Python makes a new constant 1 in each step; the graph of `x` holds every one of them, and each is a "
     "buffer of 4 bytes. In `x = x - one` the operand is the same array in all steps: the graph grows too (by host "
-    "memory, about 1.5 KB a step), but it holds no new buffer, and so the table says 0. The leaves of the graph count "
+    "memory, about 1 KB a step), but it holds no new buffer, and so the table says 0. The leaves of the graph count "
     "so as well: 101 buffers after 100 steps of the first pattern, 2 of the second.",
     "Why 1, 2 or 3 a token: each array that a step rewrites and no logit reads is one chain, and each chain keeps one "
     "buffer a token. The number of chains is a property of the model. `BatchKVCache.offset` is read only by a rotary "
@@ -34,8 +34,9 @@ MECHANISM = [
     "each recurrent layer but the first.",
     "So attention alone doesn't decide it. In llama each layer's rotary embedding reads the offset, and nothing is "
     "left pending. In smollm3 every fourth layer has no rotary embedding, in cohere2 the layers with full attention "
-    "have none (here 2 of 8 and 2 of 4). rwkv7 and recurrent_gemma never call `advance`: with one row they lose "
-    "nothing, and grow only as rows join and leave.",
+    "have none (here 2 of 8 and 2 of 4), and in minimax_m3_vl nothing reads the offset of the cache that chooses "
+    "blocks. rwkv7 and recurrent_gemma never call `advance`: with one row they lose nothing, and grow only as rows "
+    "join and leave.",
 ]
 MEND = (
     "For a user of mlx-lm: `generate_step`, the loop for a single sequence, keeps no such chain; BatchGenerator, and "
@@ -109,12 +110,13 @@ def _guarded(families: Families) -> list[str]:
 
 
 def _sure(families: Families, leaking: Sequence[str]) -> str:
-    alone = [row for (_, arm), own in families.items() if arm == "mlx_lm alone" for row in own]
-    known = [row for row in alone if row["expected"] != ""]
-    near = [row for row in known if abs(row["buffers_a_step"] - row["expected"]) <= (NEAR * row["expected"] or NEAR)]
+    alone = [own for (_, arm), own in families.items() if arm == "mlx_lm alone"]
+    known = [(middle(own, "buffers_a_step"), middle(own, "expected")) for own in alone if values(own, "expected")]
+    near = [rate for rate, expected in known if abs(rate - expected) <= (NEAR * expected or NEAR)]
     words = "Sure of the rates, which are counts and no times"
     if known:
-        words += f": {len(near)} of {len(known)} are within 5 % of the number of chains that the model's code has"
+        words += f": {len(near)} of {len(known)} families are within 5 % of the number of chains that the model's "
+        words += "code has"
     reached = [name for name in leaking if middle(families[name, "mlx_lm alone"], "ceiling_measured") > 0]
     words += f"; a low limit was reached in {len(reached)} of {len(leaking)} leaking families"
     return words + f"; not sure of Metal's own end at {METAL:,}, which no run reached."
@@ -125,8 +127,11 @@ def _where(rows: Rows, families: Families) -> str:
     missing = [words for arm, words in ARMS.items() if arm not in {arm for _, arm in families}]
     words = f"Counted on {listed(devices(rows))} with mlx-lm {rows[0]['mlx_lm']}"
     words += f", {listed(steps)} tokens a family." if steps else "."
-    words += " A count is deterministic: repeated runs agree, and the half width of the slope's 95 % interval is "
-    words += f"{cell(max(values(rows, 'half_width'), default=float('nan')))} at most."
+    widest = max(values(rows, "half_width"), default=0.0)
+    words += " A rate is the slope of a line through counts; "
+    words += f"its 95 % interval is ±{cell(widest)} or less." if widest else "no count lies off its line."
+    if "mlx_lm" in {arm for _, arm in families}:
+        words += " Where others come and go, each chain gains 5 buffers more each time two rows have come and gone."
     return words + (f" Not measured: {listed(missing)}." if missing else "")
 
 

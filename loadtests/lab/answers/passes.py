@@ -27,9 +27,10 @@ FITS = 0.98  # an R² below it is no line
 MIB = 1 << 20
 FORMULA = (
     "A line is fitted: ms of a step = empty step + bytes of keys and values ÷ effective GB/s. Bytes are counted once, "
-    "as if attention read them once; copy GB/s of a 1 GiB array counts what is read plus what is written. Passes = "
-    "copy GB/s ÷ effective GB/s. A step that reads its cache once at full speed has 1 pass; more says that the cache "
-    "is gone through more often or that a kernel is slower than memory, and the line can't tell which."
+    "as if attention read them once. Copy GB/s is that of MLX's own kernel for `x + 1` over 1 GiB, what is read plus "
+    "what is written, and not the most that the memory can do. Passes = copy GB/s ÷ effective GB/s. A step that reads "
+    "its cache once at that speed has 1 pass; more says that the cache is gone through more often or that a kernel is "
+    "slower than the copy, and the line can't tell which."
 )
 Lines = dict[Key, list[list[Row]]]  # by device, shape, kind; each a measurement: its points, and then its line
 
