@@ -50,6 +50,7 @@ GLOSSARY = [
     "**live buffer**: an allocation of MLX that is not free. Metal allows 499,000, whatever their size.",
     "**near tie**: two best logits closer to each other than two ways of computing them are; the exact rule is in "
     "section 4.",
+    "**numbers in order**: how many numbers from 1 on an answer has before the first that is wrong.",
     "**owned, pinned (held)**: the bytes of an array; the bytes of the buffer that it keeps from being freed.",
     "**pass**: the cache read once at the speed of a large copy; the formula is in section 5.",
     "**peak**: the most memory that MLX held from the prompt's start to the last token, weights included unless said.",

@@ -37,7 +37,7 @@ def every(sheets: Mapping[str, Rows]) -> list[Finding]:
         whole = measured(rows)
         if whole:
             finding = make(whole)
-            finding.answer += _failed([row for row in rows if row["error"]])
+            finding.answer += _failed([row for row in rows if row not in whole])
             found.append(finding)
     return found
 
@@ -48,7 +48,7 @@ def measured(rows: Rows) -> list[Row]:
 
 
 def _failed(rows: Rows) -> list[str]:
-    words = [f"{_case(row)} ({row['error']})" for row in rows]
+    words = [f"{_case(row)} ({row['error'] or row['note']})" for row in rows]
     return [f"Failed, and so not in the tables: {'; '.join(dict.fromkeys(words))}."] if words else []
 
 

@@ -178,6 +178,12 @@ def test_a_failed_case_is_said_and_not_shown():
     assert all("quantised" not in row for table in finding.tables for row in table.rows)
 
 
+def test_a_family_that_can_not_be_run_is_said():
+    finding = finding_of("residency", bare(), leaking(), {"family": "gpt2", "arm": "off", "note": "can't be run: why"})
+    assert "gpt2, off, a <device>, commit abc1234 (can't be run: why)" in finding.answer[-1]
+    assert all("gpt2" not in row for table in finding.tables for row in table.rows)
+
+
 # ---------------------------------------------------------------- noise
 def test_a_ratio_within_the_spread_of_its_runs_is_noise():
     steady = rows_of("cache_kinds", *(cache("a", run, decode_tok_s=speed) for run, speed in ((1, 100.0), (2, 120.0))))
@@ -360,6 +366,22 @@ def test_curves_of_one_case_taken_twice_stay_apart():
     assert len(finding.tables[0].rows) == 3
 
 
+def test_a_curve_is_corrected_by_the_bare_step_that_was_timed_after_it():
+    first, second = "2026-12-01T10:00:00Z", "2026-12-02T10:00:00Z"
+    rows = []
+    for time, last in ((first, 12.0), (second, 20.0)):
+        own = [*thousands(100.0, 100.0, 50.0), reference(10.0, last, 3000.0)]
+        rows += [row | {"time": time} for row in own]
+    assert [row[8] for row in finding_of("count", *rows).tables[0].rows[1:]] == ["0.600", "1.000"]
+
+
+def test_two_thousand_tokens_have_no_later_thousand():
+    finding = finding_of("count", *thousands(100.0, 90.0))
+    assert "nothing, being too short" in finding.verdict.said
+    assert finding.tables[0].rows[1][6] == "–"
+    assert finding.verdict.word == "Can't tell"
+
+
 def test_slopes_an_hour_are_shown_of_long_runs_only():
     short = text_of(finding_of("endurance", TRAFFIC))
     assert "-132" not in short
@@ -368,6 +390,7 @@ def test_slopes_an_hour_are_shown_of_long_runs_only():
     assert "-132" in text_of(long)
     assert long.verdict.word == "Holds"
     assert finding_of("endurance", TRAFFIC | {"ran_minutes": 120.0, "untruthful": 1.0}).verdict.word == "Doesn't hold"
+    assert "nan" not in finding_of("endurance", TRAFFIC | {"live_growth": ""}).verdict.said
 
 
 # ---------------------------------------------------------------- plots

@@ -49,6 +49,9 @@ class Curve:
 
     @property
     def kept(self) -> float:
+        """The last thousand's speed ÷ the second's; nan where there is no later one."""
+        if self.last is self.second:
+            return float("nan")
         return float(self.last["tok_s"] / self.second["tok_s"])
 
     @property
@@ -73,9 +76,15 @@ def runs_of(rows: Rows) -> list[Curve]:
     found = []
     for own in curves.values():
         key = tuple(next(iter(groups(own[:1], "device", "shape", "tokens"))))
-        reference = references.get(key, [None])[-1] if own[0]["rows"] == 1 else None
-        found += [Curve(part, reference) for part in _cut(own)]
+        known = references.get(key, []) if own[0]["rows"] == 1 else []
+        found += [Curve(part, _after(part[-1], known)) for part in _cut(own)]
     return found
+
+
+def _after(last: Row, references: Rows) -> Row | None:
+    """The bare step that was timed next after a curve, as `loadtests.count` does; else the newest."""
+    later = [row for row in references if row["time"] >= last["time"]]
+    return next(iter([*later, *reversed(references)]), None)
 
 
 def _cut(rows: Rows) -> list[list[Row]]:
@@ -103,7 +112,7 @@ def long(rows: Rows) -> Finding:
     finding.tables = [table for table in finding.tables if len(table.rows) > 1]
     finding.plots = [plot for device in devices(rows) for plot in _plots(device, runs)]
     finding.unproven = (
-        "One run of each. Weights are random but for the starter model, so that numbers counted rightly say nothing. "
+        "One run of each. Weights are random but for the starter model, so that theirs have no numbers in order. "
         "Where the table has no live buffers they weren't counted (there is no counter on CUDA), and nothing ran on "
         "Metal."
     )
@@ -141,6 +150,8 @@ def _named(run: Curve) -> str:
 
 
 def _kept(run: Curve) -> str:
+    if run.last is run.second:
+        return "nothing, being too short"
     words = f"{run.kept:.3f}"
     return words + (f", corrected {run.corrected:.3f}" if run.corrected == run.corrected else ", not corrected")
 
@@ -210,28 +221,25 @@ def _batches(runs: Sequence[Curve]) -> list[str]:
 
 # ---------------------------------------------------------------- tables and plots
 def _answers(runs: Sequence[Curve]) -> Table:
-    head = ["model", "device", "way", "rows", "to token", "tok/s, 2nd thousand", "tok/s, last", "last ÷ 2nd"]
-    head += ["bare step ms, 1,500 → last", "corrected ratio", "p99 ms, 2nd → last", "live buffers, 2nd → last", "drift"]
+    head = ["model", "device", "way", "rows", "to token", "tok/s, 2nd → last thousand", "last ÷ 2nd"]
+    head += ["bare step ms, 1,500 → last", "corrected ratio", "p99 ms, 2nd → last", "live buffers, 2nd → last"]
+    head += ["numbers in order", "drift", "taken"]
     body = [_answer(run) for run in runs if not run.sampled]
-    return Table("Whole answers, every token generated", [[*head, "taken"], *body])
+    return Table("Whole answers, every token generated", [head, *body])
 
 
 def _answer(run: Curve) -> list[str]:
     second, last = run.second, run.last
     bare = "–" if run.reference is None else _ends(run.reference["bare_second_ms"], run.reference["bare_last_ms"])
     cells = [last["shape"], last["device"], WAYS.get(last["way"], last["way"]), cell(last["rows"])]
-    cells += [
-        f"{THOUSAND * last['thousand']:,.0f}",
-        cell(second["tok_s"]),
-        cell(last["tok_s"]),
-        f"{run.kept:.3f}",
-        bare,
-    ]
-    cells += [
-        "–" if run.corrected != run.corrected else f"{run.corrected:.3f}",
-        _ends(second["p99_ms"], last["p99_ms"]),
-    ]
-    return [*cells, _ends(second["live_buffers"], last["live_buffers"]), drift_cell(run.rows), taken(run.rows)]
+    cells += [f"{THOUSAND * last['thousand']:,.0f}", _ends(second["tok_s"], last["tok_s"]), _share(run.kept), bare]
+    cells += [_share(run.corrected), _ends(second["p99_ms"], last["p99_ms"])]
+    cells += [_ends(second["live_buffers"], last["live_buffers"]), cell(last["numbers_right"])]
+    return [*cells, drift_cell(run.rows), taken(run.rows)]
+
+
+def _share(ratio: float) -> str:
+    return "–" if ratio != ratio else f"{ratio:.3f}"
 
 
 def _ends(first: float | str, last: float | str) -> str:
@@ -254,7 +262,7 @@ def _samples(runs: Sequence[Curve]) -> Table:
 def _sample(run: Curve) -> list[str]:
     second, last, many = run.second, run.last, run.last["rows"]
     cells = [last["shape"], last["device"], cell(many), cell(last["real"]), _ends(second["tok_s"], last["tok_s"])]
-    cells += [_ends(second["tok_s"] / many, last["tok_s"] / many), f"{run.kept:.3f}"]
+    cells += [_ends(second["tok_s"] / many, last["tok_s"] / many), _share(run.kept)]
     cells += [_ends(second[name], last[name]) for name in ("p50_ms", "p99_ms", "kv_mib")]
     return [*cells, drift_cell(run.rows), taken(run.rows)]
 

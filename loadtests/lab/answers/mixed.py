@@ -49,7 +49,9 @@ def _verdict(rows: Rows) -> Judgement:
     endings = (
         "each with one truthful ending" if not wrong else f"{wrong:.0f} of them with an ending that wasn't truthful"
     )
-    said = f"{requests:.0f} requests, {endings}; the highest count of live buffers grew {grown:.3f} times at most."
+    said = f"{requests:.0f} requests, {endings}."
+    if grown == grown:
+        said += f" The highest count of live buffers of a run's second half is at most {grown:.3f} times the first's."
     longest = max(row["ran_minutes"] for row in rows)
     return Judgement(word, said, f"The longest run took {longest:.1f} minutes, {_enough(longest)}.")
 
