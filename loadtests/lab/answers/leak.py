@@ -132,7 +132,17 @@ def _where(rows: Rows, families: Families) -> str:
     words += f"its 95 % interval is ±{cell(widest)} or less." if widest else "no count lies off its line."
     if "mlx_lm" in {arm for _, arm in families}:
         words += " Where others come and go, each chain gains 5 buffers more each time two rows have come and gone."
+    words += _unguarded(families)
     return words + (f" Not measured: {listed(missing)}." if missing else "")
+
+
+def _unguarded(families: Families) -> str:
+    """What the guard is for: what Marathon's own loop loses without it."""
+    rates = {name: middle(own, "buffers_a_step") for (name, arm), own in families.items() if arm == "off"}
+    losing = [f"{name} {rate:.3g}" for name, rate in rates.items() if rate > LEAKS]
+    if not rates:
+        return ""
+    return f" Without its guard Marathon's loop loses in {len(losing)} of {len(rates)} families: {listed(losing) or 'none'}."
 
 
 # ---------------------------------------------------------------- the tables
