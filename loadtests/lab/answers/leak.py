@@ -131,7 +131,8 @@ def _where(rows: Rows, families: Families) -> str:
     words += " A rate is the slope of a line through counts; "
     words += f"its 95 % interval is ±{cell(widest)} or less." if widest else "no count lies off its line."
     if "mlx_lm" in {arm for _, arm in families}:
-        words += " Where others come and go, each chain gains 5 buffers more each time two rows have come and gone."
+        words += " Where others come and go, each chain gains 5 buffers more each time two rows have come and gone; "
+        words += "a chain that only joins and leaves prolong (rwkv7, recurrent_gemma) gains 4 then, and none between."
     words += _unguarded(families)
     return words + (f" Not measured: {listed(missing)}." if missing else "")
 
@@ -142,7 +143,8 @@ def _unguarded(families: Families) -> str:
     losing = [f"{name} {rate:.3g}" for name, rate in rates.items() if rate > LEAKS]
     if not rates:
         return ""
-    return f" Without its guard Marathon's loop loses in {len(losing)} of {len(rates)} families: {listed(losing) or 'none'}."
+    words = f" Without its guard Marathon's loop loses in {len(losing)} of {len(rates)} families"
+    return f"{words}: {listed(losing)}." if losing else f"{words}."
 
 
 # ---------------------------------------------------------------- the tables
