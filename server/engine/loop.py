@@ -264,7 +264,8 @@ class Loop:
         try:
             self._pressure_response.enforce()
             joined = self._read_prompts()
-            self.runner.follow(self._groups.join(joined))
+            if joined:
+                self.runner.follow(self._groups.join(joined))
             self._relieve()
             self._step(drawn)
         except Exception as error:
@@ -336,12 +337,14 @@ class Loop:
     def _deliver(self, drawn: list[StepOutput]) -> None:
         """Publish what was drawn, and let rows go that have ended."""
         ended = [(row.seq, finish) for news in drawn for row, finish in news.ended]
+        failed = [pair for news in drawn for pair in news.failed]
         self._outbox.publish(drawn, [End(seq, finish) for seq, finish in ended])
-        self._checkpoints.save_leaving([seq for seq, _ in ended], ended=True)
         self._recovery.forgive(drawn)
+        if not (ended or failed):
+            return
+        self._checkpoints.save_leaving([seq for seq, _ in ended], ended=True)
         for seq, _ in ended:
             self._forget(seq)
-        failed = [pair for news in drawn for pair in news.failed]
         for row, message in failed:
             self._forget(row.seq)
             self._outbox.failed(row.seq, "row", message)

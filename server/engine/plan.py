@@ -154,7 +154,8 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of an operation: its outcome, its time, and the bytes that rows may still take after it."""
+    """What came of an operation: its outcome, its time, and the bytes that rows may still take after it, but for a
+    step, after which nothing asks for them."""
 
     outcome: Any = None
     seconds: float = 0.0
