@@ -43,8 +43,11 @@ class LeafLayout:
         return Tensor(self.dtype, tuple(shape))
 
     def with_room(self, positions: int) -> Tensor:
-        """The same with room for one more, so that the next token doesn't begin with a copy of all."""
-        return self.tensor(-(-(positions + self.step - 1) // self.step) * self.step)
+        """The same with room for one more where it grows by steps, so that the next token doesn't begin with a copy of
+        all."""
+        if self.step == 1:
+            return self.tensor(positions)
+        return self.tensor((positions // self.step + 1) * self.step)
 
 
 @dataclass(frozen=True, slots=True)

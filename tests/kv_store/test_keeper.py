@@ -14,6 +14,7 @@ from server.cache_guard import cache_arrays, own_bytes, parts, pinned_bytes
 from server.kv_store.files import folder
 from server.kv_store.files.keys import BLOCK, KeyChain
 from server.kv_store.keeper import spans
+from server.kv_store.layout import LeafLayout
 from server.kv_store.store import Disk
 
 FAMILIES = ["llama", "gemma3_text", "qwen3_5", "mamba2", "kimi_linear"]
@@ -98,6 +99,15 @@ def test_the_first_token_of_a_restored_row_copies_no_array_that_grows_in_steps(f
     before = _sizes(caches)
     next_logits(rig.raw, caches)
     assert _sizes(caches) == before
+
+
+@pytest.mark.parametrize(
+    ("step", "positions", "length"),
+    [(1, 7, 7), (256, 2, 256), (256, 255, 256), (256, 256, 512), (256, 300, 512)],
+)
+def test_a_restored_array_has_no_more_room_than_the_next_token_needs(step, positions, length):
+    leaf = LeafLayout(("keys",), "float32", (1, 2, step, 4), 2, step)
+    assert leaf.with_room(positions).shape == (1, 2, length, 4)
 
 
 def _sizes(caches):
