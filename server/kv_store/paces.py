@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from server.config.whole_file import write_whole
 from server.kv_store.files.folder import FILE_MODE
 
 ASSUMED = 2e-9  # seconds a byte of a reading takes, until one was measured: 0.5 GB/s, as on a GPU with its own memory
@@ -97,8 +97,5 @@ class Paces:
             return
         self._saved = now
         self._has_changed = False
-        beside = self._file.with_suffix(f".{os.getpid()}.part")
         with contextlib.suppress(OSError):
-            beside.write_bytes(msgspec.json.encode(self._seen))
-            beside.chmod(FILE_MODE)
-            os.replace(beside, self._file)
+            write_whole(self._file, msgspec.json.encode(self._seen), FILE_MODE)

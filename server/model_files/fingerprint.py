@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
+from server.config.whole_file import write_whole
 from server.model_files.weights import weight_files
 
 SAMPLE_BYTES = 1 << 16
@@ -119,7 +119,4 @@ def _read(file: Path) -> dict[str, str]:
 def _write(file: Path, hashes: dict[str, str]) -> None:
     newest = dict(list(hashes.items())[-KEPT_HASHES:])
     with contextlib.suppress(OSError):
-        beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(newest), encoding="utf-8")
-        beside.chmod(0o600)
-        os.replace(beside, file)
+        write_whole(file, json.dumps(newest).encode(), 0o600)

@@ -37,7 +37,7 @@ def _blob(file: Any) -> str | None:
 
 @contextmanager
 def watched(name: str, blobs: Path, files: Mapping[str, int], tell: TellProgress) -> Iterator[None]:
-    """TellProgress each second how much of `files` lies in `blobs`, for as long as the block lasts."""
+    """Say each second how much of `files` lies in `blobs`, for as long as the block lasts."""
     over = threading.Event()
 
     def watch() -> None:

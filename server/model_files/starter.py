@@ -25,6 +25,7 @@ from pathlib import Path
 
 from server.config.cache_folder import cache_folder
 from server.config.file_lock import try_lock
+from server.config.whole_file import write_whole
 from server.errors import StartupError
 from server.model_files.telling import TellProgress
 
@@ -200,9 +201,7 @@ def _recommend(folder: Path, sampling: Mapping[str, float]) -> None:
 
 def _replace(path: Path, values: Mapping[str, object]) -> None:
     """Write JSON, whole or not at all."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def _seal(folder: Path, source: Source) -> None:

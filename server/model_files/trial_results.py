@@ -19,6 +19,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from server.config.whole_file import write_whole
+
 KEPT = 128  # files, the newest
 _PACKAGES = ("mlx", "mlx-lm")
 
@@ -63,10 +65,7 @@ class TrialResults(Generic[Result]):
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = self._file(model)
-            beside = file.with_suffix(f".{os.getpid()}")
-            beside.write_bytes(encoded)
-            os.replace(beside, file)
+            write_whole(self._file(model), encoded)
             self._drop_oldest()
         except OSError as error:
             log.debug("what the model showed can't be kept in %s: %s", self._folder, error.strerror)

@@ -1,0 +1,20 @@
+"""Small files that are there whole or not at all.
+
+Owns how they are written: beside their place, then moved into it. Any process and any thread may write.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+
+def write_whole(file: Path, content: bytes, mode: int | None = None) -> None:
+    """Write a file in the place of what was there; `mode`: its permissions, else the process's usual ones. Raises
+    OSError."""
+    beside = file.with_name(f"{file.name}.{os.getpid()}-{threading.get_ident()}.part")
+    beside.write_bytes(content)
+    if mode is not None:
+        beside.chmod(mode)
+    os.replace(beside, file)
