@@ -78,7 +78,7 @@ class Batch:
     def held_tokens(self, row: Row) -> list[int]:
         """Return the tokens that one of my rows' caches hold: all but the last if no forward pass has taken that in."""
         self._flush()
-        if self._last_not_held or self.has_told(row):
+        if self._last_not_held or self.is_fetched(row):
             return row.tokens[:-1]
         return row.tokens
 
@@ -106,7 +106,7 @@ class Batch:
 
     def _begin(self, rows: Sequence[Row]) -> None:
         """Rows of one token have read nothing yet. Their first pass is their own: beside others it would meet zeros
-        where a model may tell the first position by the absence of a state, and a batch can't extract what isn't
+        where a model may recognize the first position by the absence of a state, and a batch can't extract what isn't
         there."""
         if self._inputs.known and len(self.rows) == 1 and self.rows[0].length == 1:
             self.step()
@@ -187,8 +187,8 @@ class Batch:
         self._laps.lap("read")
         return news
 
-    def tell(self) -> StepOutput:
-        """Read the newest tokens now and not with the next step, which then has nothing to report.
+    def fetch(self) -> StepOutput:
+        """Fetch the newest tokens now and not with the next step, which then has nothing to report.
 
         For first tokens: a chunk of another row's prompt may stand before the next step.
         """
@@ -203,8 +203,8 @@ class Batch:
         self._laps.lap("read")
         return news
 
-    def has_told(self, row: Row) -> bool:
-        """Return whether the input of one of my rows is known outside."""
+    def is_fetched(self, row: Row) -> bool:
+        """Return whether the input of one of my rows has been reported already."""
         return self.rows.index(row) in self._inputs.known
 
     def _all_end(self) -> bool:

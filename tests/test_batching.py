@@ -9,15 +9,15 @@ BATCHING = [family for family in FAMILIES if family != "minimax_m3_vl"]
 
 
 @pytest.fixture(params=[False, True], ids=["with the next step", "early"])
-def tells(request):
-    """When the newest tokens are told."""
+def early(request):
+    """Whether the newest tokens are fetched before the next step."""
     return request.param
 
 
 @pytest.mark.parametrize("family", BATCHING)
-def test_text_in_a_batch_of_uneven_rows_with_joins_and_leaves_is_the_text_alone(family, tells):
+def test_text_in_a_batch_of_uneven_rows_with_joins_and_leaves_is_the_text_alone(family, early):
     """Windows (32 positions) turn over, rows of one token join others, rows leave and come back elsewhere."""
-    rig = Rig(family, tells=tells)
+    rig = Rig(family, early=early)
     seeded = {"temperature": 0.8, "seed": 7}
     rows = [
         row(0, prompt(5), max_tokens=34),
@@ -63,8 +63,8 @@ def started(rig, *rows):
     return batch
 
 
-def test_rows_end_at_their_own_limits_and_the_first_token_may_be_the_last(llama, tells):
-    rig = Rig("llama", tells=tells)
+def test_rows_end_at_their_own_limits_and_the_first_token_may_be_the_last(llama, early):
+    rig = Rig("llama", early=early)
     limits = {1: 1, 4: 1, 9: 2, 20: 7, 33: 14}
     batch = started(rig, *(row(length, prompt(length), max_tokens=limit) for length, limit in limits.items()))
     rig.run(batch)
@@ -73,8 +73,8 @@ def test_rows_end_at_their_own_limits_and_the_first_token_may_be_the_last(llama,
         assert rig.finish[length] == "length"
 
 
-def test_a_drawn_stop_id_is_delivered_as_the_last_token_also_as_the_first_one(llama, tells):
-    rig = Rig("llama", tells=tells)
+def test_a_drawn_stop_id_is_delivered_as_the_last_token_also_as_the_first_one(llama, early):
+    rig = Rig("llama", early=early)
     fifth = llama[20][0][4]
     rows = [
         row(4, prompt(4), max_tokens=14, stop_ids=[llama[4][0][0]]),
@@ -84,19 +84,19 @@ def test_a_drawn_stop_id_is_delivered_as_the_last_token_also_as_the_first_one(ll
     rig.run(started(rig, *rows))
     assert (rig.tokens[4], rig.finish[4]) == (llama[4][0][:1], "stop")
     assert (rig.tokens[20], rig.finish[20]) == (llama[20][0][: llama[20][0].index(fifth) + 1], "stop")
-    assert (rig.tokens[9], rig.finish[9]) == (llama[9][0], "length"), "others' stop ids are nobody else's"
+    assert (rig.tokens[9], rig.finish[9]) == (llama[9][0], "length"), "a stop id belongs to its own row"
 
 
-def test_a_stop_id_drawn_at_the_limit_counts_as_stop(llama, tells):
-    rig = Rig("llama", tells=tells)
+def test_a_stop_id_drawn_at_the_limit_counts_as_stop(llama, early):
+    rig = Rig("llama", early=early)
     third = llama[9][0][2]
     assert third not in llama[9][0][:2]
     rig.run(started(rig, row(9, prompt(9), max_tokens=3, stop_ids=[third]), row(4, prompt(4), max_tokens=3)))
     assert (rig.tokens[9], rig.finish) == (llama[9][0][:3], {9: "stop", 4: "length"})
 
 
-def test_a_cancelled_row_leaves_the_others_as_they_were(llama, tells):
-    rig = Rig("llama", tells=tells)
+def test_a_cancelled_row_leaves_the_others_as_they_were(llama, early):
+    rig = Rig("llama", early=early)
     rows = [row(length, prompt(length), max_tokens=14) for length in (4, 9, 20, 33)]
     batch = started(rig, *rows)
     rig.step(batch, 5)
@@ -109,8 +109,8 @@ def test_a_cancelled_row_leaves_the_others_as_they_were(llama, tells):
     assert all(rig.tokens[length] == llama[length][0][: len(rig.tokens[length])] for length in (4, 9, 33))
 
 
-def test_a_batch_that_everybody_left_at_once_takes_new_rows(llama, tells):
-    rig = Rig("llama", tells=tells)
+def test_a_batch_that_all_rows_left_at_once_takes_new_rows(llama, early):
+    rig = Rig("llama", early=early)
     rows = [row(length, prompt(length), max_tokens=14, logprobs=2) for length in (4, 9)]
     batch = started(rig, *rows)
     rig.step(batch, 4)
@@ -135,8 +135,8 @@ def test_rows_that_leave_before_their_first_step_can_join_elsewhere(llama):
         assert len(rig.logprobs[length]) == 14
 
 
-def test_no_forward_pass_runs_for_tokens_that_nobody_asked_for(llama, tells):
-    rig = Rig("llama", tells=tells)
+def test_no_forward_pass_runs_for_tokens_beyond_every_limit(llama, early):
+    rig = Rig("llama", early=early)
     rig.run(started(rig, row(4, prompt(4), max_tokens=5), row(9, prompt(9), max_tokens=5)))
     assert len(rig.model.logits[4]) == 5
 
@@ -206,8 +206,8 @@ def test_logprobs_can_be_those_of_named_tokens_beside_mates_who_want_the_likelie
             assert [value for _, value in entry.top] == pytest.approx(plain[wanted].tolist(), abs=1e-3)
 
 
-def test_logprobs_are_those_of_the_drawn_tokens_through_joins_leaves_and_moves(tells):
-    rig = Rig("llama", tells=tells)
+def test_logprobs_are_those_of_the_drawn_tokens_through_joins_leaves_and_moves(early):
+    rig = Rig("llama", early=early)
     drawn = {"temperature": 1.2, "seed": 3}
     rows = [
         row(0, prompt(4), max_tokens=12, logprobs=3),
@@ -259,8 +259,8 @@ class Only:
 
 
 @pytest.mark.parametrize("mates", [(), (4,), (4, 33)])
-def test_constrained_rows_draw_what_their_masks_allow_and_their_logprobs_are_the_models_own(llama, mates, tells):
-    rig = Rig("llama", tells=tells)
+def test_constrained_rows_draw_what_their_masks_allow_and_their_logprobs_are_the_models_own(llama, mates, early):
+    rig = Rig("llama", early=early)
     one = row(0, prompt(9), max_tokens=10, logprobs=2)
     one.constraint = Only(range(100, 130))
     other = row(1, prompt(20), max_tokens=10, temperature=1.0)
@@ -269,15 +269,15 @@ def test_constrained_rows_draw_what_their_masks_allow_and_their_logprobs_are_the
     rig.run(batch)
     assert set(rig.tokens[0]) <= set(range(100, 130))
     assert set(rig.tokens[1]) <= {1, 2047, 64}
-    assert one.constraint.accepted[:9] == rig.tokens[0][:9], "each token is told once, in order"
+    assert one.constraint.accepted[:9] == rig.tokens[0][:9], "accepted once, in order"
     assert len(one.constraint.accepted) <= 10
     assert_logprobs(rig, one, [np.array(v) for v in rig.model.logits[0]][:10], rig.tokens[0])
     for length in mates:
         assert rig.tokens[length] == llama[length][0]
 
 
-def test_a_constrained_row_that_moves_is_told_each_token_once(tells):
-    rig = Rig("llama", tells=tells)
+def test_a_constrained_row_that_moves_accepts_each_token_once(early):
+    rig = Rig("llama", early=early)
     one = row(0, prompt(9), max_tokens=10)
     one.constraint = Only(range(100, 130))
     first, second = started(rig, one, row(1, prompt(4), max_tokens=10)), rig.batch()
@@ -289,8 +289,8 @@ def test_a_constrained_row_that_moves_is_told_each_token_once(tells):
     assert len(one.constraint.accepted) <= 10
 
 
-def test_a_grammar_that_gives_up_fails_its_own_row_only(llama, tells):
-    rig = Rig("llama", tells=tells)
+def test_a_grammar_that_gives_up_fails_its_own_row_only(llama, early):
+    rig = Rig("llama", early=early)
     rows = {seq: row(seq, prompt(5, seq), max_tokens=8) for seq in range(4)}
     rows[0].constraint = Only([55], refuses=55)
     rows[1].constraint = Only([66], masks=3)
@@ -304,8 +304,8 @@ def test_a_grammar_that_gives_up_fails_its_own_row_only(llama, tells):
     assert rig.tokens[20] == llama[20][0]
 
 
-def test_a_row_that_ends_and_fails_at_once_has_ended(llama, tells):
-    rig = Rig("llama", tells=tells)
+def test_a_row_that_ends_and_fails_at_once_has_ended(llama, early):
+    rig = Rig("llama", early=early)
     one = row(0, prompt(9), max_tokens=2)
     one.constraint = Only([5], masks=2)
     rig.run(started(rig, one, row(20, prompt(20), max_tokens=14)))

@@ -19,7 +19,7 @@ from server.compute.rows import Row
 
 
 class Column(Protocol):
-    """One thing that a batch keeps of each row. A batch tells all its columns of each change of its rows."""
+    """One thing that a batch keeps of each row. A batch passes each change of its rows on to all its columns."""
 
     def join(self, rows: Sequence[Row]) -> None:
         """Take what these rows bring, behind the rows that are here."""
@@ -110,7 +110,7 @@ class Inputs:
 
     def __init__(self) -> None:
         self.ids: mx.array | None = None  # [B] uint32
-        self.known: list[int] = []  # rows whose input is their last token: of the prompt, or told before its pass
+        self.known: list[int] = []  # rows whose input is their last token: of the prompt, or fetched before its pass
         self.positions = np.zeros(0, dtype=np.int64)  # [B] output position of the next draw
 
     def join(self, rows: Sequence[Row]) -> None:

@@ -117,7 +117,7 @@ class Heartbeat:
         self.report()
 
     def note_weights(self, done: int, total: int) -> None:
-        """So many bytes of the weights are read; told at once, since a quick load is over within a second."""
+        """So many bytes of the weights are read; sent at once, since a quick load is over within a second."""
         self._weights = WeightsRead(done, total)
         self.beat()
         self.report()

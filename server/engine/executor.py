@@ -24,6 +24,7 @@ from server.engine.plan import (
     ClearPool,
     Detach,
     EvictPrefixes,
+    FetchTokens,
     Flush,
     Join,
     KeepPrompt,
@@ -36,7 +37,6 @@ from server.engine.plan import (
     Seqs,
     Split,
     Step,
-    Tell,
 )
 from server.engine.prefix_cache import PrefixCache
 from server.ipc.sequence import TokenLogprobs
@@ -74,7 +74,7 @@ class Executor:
             Leave: self._leave,
             KeepRow: self._keep_row,
             Step: self._step,
-            Tell: self._tell,
+            FetchTokens: self._fetch,
             Abandon: self._abandon,
             Flush: self._flush,
             EvictPrefixes: self._evict_prefixes,
@@ -91,7 +91,7 @@ class Executor:
 
     def _touched(self, operation: Operation) -> Seqs:
         """The rows whose caches an operation may leave in no known state."""
-        if isinstance(operation, Step | Tell | Split | Leave | KeepRow | Join):
+        if isinstance(operation, Step | FetchTokens | Split | Leave | KeepRow | Join):
             batch = self.batches.get(operation.batch)
             mates: tuple[int, ...] = ()
             if batch is not None:
@@ -215,8 +215,8 @@ class Executor:
     def _step(self, operation: Step) -> StepOutput:
         return self.batches[operation.batch].step()
 
-    def _tell(self, operation: Tell) -> StepOutput:
-        return self.batches[operation.batch].tell()
+    def _fetch(self, operation: FetchTokens) -> StepOutput:
+        return self.batches[operation.batch].fetch()
 
     def _abandon(self, operation: Abandon) -> None:
         self.batches.pop(operation.batch).abandon()

@@ -81,8 +81,8 @@ class GroupBatch(Protocol):
     def length(self, row: Row) -> int:
         """Tokens of one of its rows."""
 
-    def has_told(self, row: Row) -> bool:
-        """Whether the newest token of one of its rows is known outside."""
+    def is_fetched(self, row: Row) -> bool:
+        """Return whether the newest token of one of its rows has been reported already."""
 
     @property
     def longest(self) -> int:
@@ -255,13 +255,13 @@ class Groups:
         order = self.order()
         return [b for i, b in enumerate(order) if (self._iteration + i) % self._every.get(b, 1) == 0]
 
-    def untold(self, seqs: set[int]) -> list[int]:
-        """The batches that hold a row of these whose newest token isn't known outside."""
+    def unfetched(self, seqs: set[int]) -> list[int]:
+        """Return the batches that hold a row of these whose newest token hasn't been reported."""
         order = self.order()
-        return [b for b in order if any(self._is_untold(row, b) for row in self._batches[b].rows if row.seq in seqs)]
+        return [b for b in order if any(self._is_unfetched(row, b) for row in self._batches[b].rows if row.seq in seqs)]
 
-    def _is_untold(self, row: Row, number: int) -> bool:
-        return not self._batches[number].has_told(row)
+    def _is_unfetched(self, row: Row, number: int) -> bool:
+        return not self._batches[number].is_fetched(row)
 
     def note(self, number: int, seconds: float) -> None:
         """Learn how long a batch's step took."""

@@ -34,7 +34,7 @@ from server.engine.joint_prefill import JointPrefill
 from server.engine.model import LoadedModel
 from server.engine.outbox import Outbox
 from server.engine.pending_grammars import COMPILE_SECONDS, PendingGrammars
-from server.engine.plan import Begin, Census, KeepRead, OperationFailure, Step, Tell
+from server.engine.plan import Begin, Census, FetchTokens, KeepRead, OperationFailure, Step
 from server.engine.prefill import ChunkBudget, Prefill
 from server.engine.prefix_cache import PrefixCache
 from server.engine.prefix_policy import PrefixPolicy
@@ -272,7 +272,7 @@ class Loop:
             self._survive(error)
         self._deliver(drawn)  # also what groups drew before another one failed
         if joined:
-            self._tell_first(joined)
+            self._publish_first_tokens(joined)
         self._checkpoints.take(self.runner.record)
         if self._state is not State.DRAINING:
             idle = self.runner.progress == before
@@ -324,12 +324,12 @@ class Loop:
         if drawn:
             self.runner.run(Census())
 
-    def _tell_first(self, joined: list[Row]) -> None:
+    def _publish_first_tokens(self, joined: list[Row]) -> None:
         """Report the first tokens of rows that joined in this iteration: the next one may begin with a long chunk."""
         drawn: list[StepOutput] = []
         try:
-            for batch in self._groups.untold({row.seq for row in joined}):
-                drawn.append(self.runner.run(Tell(batch)).outcome)
+            for batch in self._groups.unfetched({row.seq for row in joined}):
+                drawn.append(self.runner.run(FetchTokens(batch)).outcome)
         except OperationFailure as failure:
             self._survive(failure)
         self._deliver(drawn)

@@ -34,7 +34,7 @@ from server.model_files.weights import only_weights
 
 log = logging.getLogger("marathon.engine")
 
-_PROBE_LENGTH = GROWTH + 1  # one more than a growth step: tells arrays that grow from arrays that don't
+_PROBE_LENGTH = GROWTH + 1  # one more than a growth step: separates arrays that grow from arrays that don't
 _PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one tells more where there is time for it
 _PEAK_SECONDS = 2.0
 TRIED_OUT_BY = [Path(__file__), Path(cache_guard.__file__), Path(together.__file__)]  # what a trial's result depends on
@@ -123,7 +123,7 @@ def read_weights(model: nn.Module, on_read: Callable[[int, int], None]) -> int:
     done = 0
     parts = list(_parts(arrays, max(LEAST_BYTES, total // PARTS)))
     for part, following in zip(parts, [*parts[1:], []], strict=True):
-        mx.async_eval(part, following)  # so that the disk has work while this one is told
+        mx.async_eval(part, following)  # so that the disk has work while this one is reported
         mx.eval(part)
         done += sum(array.nbytes for array in part)
         on_read(done, total)

@@ -96,8 +96,8 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Read the newest token of each row of a batch without waiting for its next step. The outcome is a `StepOutput`."""
+class FetchTokens:
+    """Fetch each row's newest token without waiting for the next step of the batch. The outcome is a `StepOutput`."""
 
     batch: int
 
@@ -111,7 +111,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Evaluate whatever is pending behind the caches."""
+    """Evaluate all that is pending behind the caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ Operation = (
     | Leave
     | KeepRow
     | Step
-    | Tell
+    | FetchTokens
     | Abandon
     | Flush
     | EvictPrefixes

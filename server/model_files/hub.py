@@ -15,7 +15,7 @@ from typing import Any
 from server.config import open_files
 from server.errors import StartupError, one_line
 from server.model_files import hub_progress
-from server.model_files.telling import TellProgress
+from server.model_files.progress import ReportProgress
 from server.model_files.weights import weight_files
 
 ANSWER_SECONDS = 10.0  # for the hub to say anything at all
@@ -23,22 +23,22 @@ _REPOSITORY = re.compile(r"models--(.+)")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
 
 
-def hub_folder(hub_id: str, tell: TellProgress) -> Path:
+def hub_folder(hub_id: str, report: ReportProgress) -> Path:
     """The model's folder. Raises StartupError with one line when there can be none."""
     if os.environ.get("MLXLM_USE_MODELSCOPE", "").lower() == "true":
-        return _fetched(hub_id, None, tell)  # mlx-lm asks another hub
+        return _fetched(hub_id, None, report)  # mlx-lm asks another hub
     here = _cached(hub_id)
     if here is not None and (lack := lacks(here)) is None:
-        tell(f"{hub_id} is in the hub's cache ({here}); the hub isn't asked for a newer one")
+        report(f"{hub_id} is in the hub's cache ({here}); the hub isn't asked for a newer one")
         return here
     try:
-        info = _knock(hub_id, tell, lack if here is not None else None)
+        info = _knock(hub_id, report, lack if here is not None else None)
     except StartupError as error:
         if (earlier := whole_snapshot(_cache_of(hub_id))) is None:
             raise
-        tell(f"{error}; an earlier snapshot in the cache is whole and is served: {earlier}")
+        report(f"{error}; an earlier snapshot in the cache is whole and is served: {earlier}")
         return earlier
-    folder = _fetched(hub_id, info, tell)
+    folder = _fetched(hub_id, info, report)
     if lack := lacks(folder):
         raise StartupError(f"--model {hub_id} was fetched and can't be served: {lack}")
     return folder
@@ -108,12 +108,12 @@ def _cached(hub_id: str) -> Path | None:
 
 
 # ---------------------------------------------------------------- asking the hub
-def _knock(hub_id: str, tell: TellProgress, lack: str | None) -> Any:
+def _knock(hub_id: str, report: ReportProgress, lack: str | None) -> Any:
     """Asks the hub whether it has the model, before mlx-lm is loaded, which takes seconds. Returns what the hub says of
     it and its files."""
     from huggingface_hub import HfApi, constants, get_session
 
-    tell(f"asking the hub at {constants.ENDPOINT} for {hub_id}; it has {ANSWER_SECONDS:g} s to answer")
+    report(f"asking the hub at {constants.ENDPOINT} for {hub_id}; it has {ANSWER_SECONDS:g} s to answer")
     try:
         hooks = get_session().event_hooks["request"]
         hooks += [_limited] * (_limited not in hooks)
@@ -123,7 +123,7 @@ def _knock(hub_id: str, tell: TellProgress, lack: str | None) -> Any:
         if lack:
             here = f"what its cache has of it isn't whole: {lack}"
         raise StartupError(f"--model {hub_id}: {_reason(hub_id, error)}; {here}") from error
-    tell(f"fetching {hub_id} from the hub at {constants.ENDPOINT}")
+    report(f"fetching {hub_id} from the hub at {constants.ENDPOINT}")
     return info
 
 
@@ -149,7 +149,7 @@ def _reason(hub_id: str, error: Exception) -> str:
     return f"the hub at {constants.ENDPOINT} can't be asked: {one_line(error)}"
 
 
-def _fetched(hub_id: str, info: Any, tell: TellProgress) -> Path:
+def _fetched(hub_id: str, info: Any, report: ReportProgress) -> Path:
     """By mlx-lm's own loader, into the hub's cache. `info`: what the hub says of the model, if that was asked."""
     import mlx.core as mx
 
@@ -162,7 +162,7 @@ def _fetched(hub_id: str, info: Any, tell: TellProgress) -> Path:
 
     files = hub_progress.wanted(info, DEFAULT_ALLOW_PATTERNS)
     try:
-        with hub_progress.watched(hub_id, _cache_of(hub_id) / "blobs", files, tell):
+        with hub_progress.watched(hub_id, _cache_of(hub_id) / "blobs", files, report):
             return Path(_download(hub_id))
     except Exception as error:  # the hub's client has a tree of its own, and the network another
         raise StartupError(f"--model {hub_id} can't be fetched from the hub: {one_line(error)}") from error

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from server.model_files.telling import TellProgress, amount
+from server.model_files.progress import ReportProgress, amount
 
 LOOK_SECONDS = 1.0
 
@@ -36,7 +36,7 @@ def _blob(file: Any) -> str | None:
 
 
 @contextmanager
-def watched(name: str, blobs: Path, files: Mapping[str, int], tell: TellProgress) -> Iterator[None]:
+def watched(name: str, blobs: Path, files: Mapping[str, int], report: ReportProgress) -> Iterator[None]:
     """Say each second how much of `files` lies in `blobs`, for as long as the block lasts."""
     over = threading.Event()
 
@@ -45,7 +45,7 @@ def watched(name: str, blobs: Path, files: Mapping[str, int], tell: TellProgress
         with contextlib.suppress(Exception):  # the start was given up; the block itself goes on to its end
             while total and not over.wait(LOOK_SECONDS):
                 done = _on_disk(blobs, files)
-                tell(f"fetching {name}: {amount(done, total)}", done / total)
+                report(f"fetching {name}: {amount(done, total)}", done / total)
 
     thread = threading.Thread(target=watch, name="hub-progress", daemon=True)
     thread.start()

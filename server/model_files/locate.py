@@ -12,8 +12,8 @@ from pathlib import Path
 
 from server.errors import StartupError
 from server.model_files.hub import hub_folder, hub_id_of, snapshot, whole_snapshot
+from server.model_files.progress import ReportProgress, to_log
 from server.model_files.starter import NAME, ensure_starter
-from server.model_files.telling import TellProgress, to_log
 from server.settings import Settings
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -27,12 +27,12 @@ class ModelLocation:
     name: str
 
 
-def locate(settings: Settings, tell: TellProgress = to_log) -> ModelLocation:
-    """Raises StartupError with one line when there is no such model. `tell` hears how far a fetch is, at least every
+def locate(settings: Settings, report: ReportProgress = to_log) -> ModelLocation:
+    """Raises StartupError with one line when there is no such model. `report` hears how far a fetch is, at least every
     few seconds; what it raises ends that."""
     if settings.model is None:
-        return ModelLocation(ensure_starter(settings.cache_dir, tell), NAME)
-    return at_hand(settings.model) or ModelLocation(hub_folder(settings.model, tell), settings.model)
+        return ModelLocation(ensure_starter(settings.cache_dir, report), NAME)
+    return at_hand(settings.model) or ModelLocation(hub_folder(settings.model, report), settings.model)
 
 
 def at_hand(model: str) -> ModelLocation | None:

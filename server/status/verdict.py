@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from server.model_files.telling import amount
+from server.model_files.progress import amount
 from server.status.state import RowState, Status
 
 Level = Literal["ok", "starting", "warning", "critical"]

@@ -192,7 +192,7 @@ def test_the_prefix_of_an_ended_row_serves_the_next_one(alone):
     assert {seq: begun.cached for seq, begun in engine.started.items()} == {0: 0, 1: 59, 2: 67, 3: 49}
 
 
-def until_told(engine, seq, count):
+def until_received(engine, seq, count):
     """Turns until so many tokens of a row are known; then its reader leaves."""
     for _ in range(1000):
         if len(engine.tokens[seq]) >= count:
@@ -213,7 +213,7 @@ def test_each_turn_finds_the_one_before_though_its_answer_was_cut_off(family, co
     tokens, before = prompt(45), 0
     for turn in range(4):
         engine.submit(row(turn, tokens, max_tokens=200, marks=[len(tokens)]))
-        until_told(engine, turn, 22)
+        until_received(engine, turn, 22)
         assert engine.started[turn].cached >= 0.9 * before
         plain.submit(row(turn, tokens, max_tokens=len(engine.tokens[turn])))
         before, tokens = len(tokens), tokens + engine.tokens[turn][:10] + prompt(20, turn)
@@ -250,7 +250,7 @@ def test_where_an_answer_was_cut_off_a_state_that_can_not_be_trimmed_is_of_no_us
     """The next prompt goes on from the cut, which the engine has passed already."""
     engine = Engine("qwen3_5", prefix_cache=10**8)
     engine.submit(row(0, prompt(60), max_tokens=200))
-    until_told(engine, 0, 20)
+    until_received(engine, 0, 20)
     assert engine.snapshot.prefix_entries == 1
 
 

@@ -12,7 +12,7 @@ from lanes import Scripted
 from server.compute.rows import StepOutput
 from server.engine.loop import Loop
 from server.engine.model import LoadedModel
-from server.engine.plan import Abandon, Begin, Census, Join, KeepRow, Leave, Read, Split, Step, Tell
+from server.engine.plan import Abandon, Begin, Census, FetchTokens, Join, KeepRow, Leave, Read, Split, Step
 from server.faults import Faults, parse
 from server.ipc.messages import Cancel, Start, Submit
 from server.ipc.probe import LayerCost, Probe
@@ -49,7 +49,7 @@ class CountingBatch:
     def produced(self, one):
         return one.produced
 
-    def has_told(self, one):
+    def is_fetched(self, one):
         return one.seq in self.known
 
     def held_tokens(self, one):
@@ -70,20 +70,20 @@ class CountingBatch:
 
     def step(self):
         """The first step of a row reads its last prompt token, and has nothing to report of it."""
-        told = [one for one in self.rows if one.seq not in self.known]
+        unread = [one for one in self.rows if one.seq not in self.known]
         self.known.clear()
-        return self._drawn(told)
+        return self._drawn(unread)
 
-    def tell(self):
-        told = [one for one in self.rows if one.seq not in self.known]
+    def fetch(self):
+        unread = [one for one in self.rows if one.seq not in self.known]
         self.known = set(self.seqs)
-        return self._drawn(told)
+        return self._drawn(unread)
 
-    def _drawn(self, told):
-        for one in told:
+    def _drawn(self, unread):
+        for one in unread:
             one.tokens.append(7)
-        ended = [(one, "length") for one in told if one.produced >= one.sequence.max_tokens]
-        return StepOutput([one.seq for one in told], [7] * len(told), ended, {})
+        ended = [(one, "length") for one in unread if one.produced >= one.sequence.max_tokens]
+        return StepOutput([one.seq for one in unread], [7] * len(unread), ended, {})
 
 
 class Engine:
@@ -145,7 +145,7 @@ class Engine:
 def test_a_lone_prompt_is_read_joins_and_is_stepped():
     engine = Engine()
     engine.submit(0, 100)
-    first = [Begin(0), Read(((0, 64),)), Read(((0, 35),)), Join(1, (0,)), Step(1), Tell(1)]
+    first = [Begin(0), Read(((0, 64),)), Read(((0, 35),)), Join(1, (0,)), Step(1), FetchTokens(1)]
     assert engine.turn() == first, "the first chunk is short, since nothing is known of the pace"
     assert engine.turn() == [Step(1)]
 
@@ -153,7 +153,7 @@ def test_a_lone_prompt_is_read_joins_and_is_stepped():
 def test_a_prompt_of_one_token_needs_no_chunk():
     engine = Engine()
     engine.submit(0, 1)
-    assert engine.turn() == [Begin(0), Join(1, (0,)), Step(1), Tell(1)]
+    assert engine.turn() == [Begin(0), Join(1, (0,)), Step(1), FetchTokens(1)]
 
 
 def test_a_burst_is_read_shortest_first_and_joins_at_once():
@@ -164,7 +164,7 @@ def test_a_burst_is_read_shortest_first_and_joins_at_once():
     plan = engine.turn()
     assert [act for act in plan if isinstance(act, Begin)] == begun
     assert [act for act in plan if isinstance(act, Read)] == [Read(((1, 29),)), Read(((2, 59),)), Read(((0, 89),))]
-    assert plan[-3:] == [Join(1, (0, 1, 2)), Step(1), Tell(1)]
+    assert plan[-3:] == [Join(1, (0, 1, 2)), Step(1), FetchTokens(1)]
 
 
 def test_a_long_prompt_beside_a_running_row_is_read_in_chunks_between_steps():
@@ -213,7 +213,7 @@ def test_the_rows_of_a_failed_step_are_read_again_together_and_then_apart():
         engine.submit(seq, 10)
     assert engine.turn()[-2:] == [Join(1, (0, 1)), Abandon(1)]
     assert engine.turn()[-2:] == [Join(2, (0, 1)), Abandon(2)]
-    assert engine.turn()[-6:] == [Join(3, (0,)), Join(4, (1,)), Step(3), Step(4), Tell(3), Tell(4)]
+    assert engine.turn()[-6:] == [Join(3, (0,)), Join(4, (1,)), Step(3), Step(4), FetchTokens(3), FetchTokens(4)]
 
 
 def test_the_newest_row_gives_its_memory_back():
@@ -261,7 +261,7 @@ def test_a_plan_can_be_printed_and_carried_out_again(number):
     for seq in range(number):
         engine.submit(seq, 20 + seq)
     plan = engine.turn()
-    assert eval(repr(plan), {kind.__name__: kind for kind in (Begin, Read, Join, Split, Step, Tell)}) == plan
+    assert eval(repr(plan), {kind.__name__: kind for kind in (Begin, Read, Join, Split, Step, FetchTokens)}) == plan
     again = Scripted(CountingBatch)
     again.rows = {seq: row(seq, prompt(20 + seq)) for seq in range(number)}
     for operation in plan:

@@ -86,9 +86,9 @@ class Recorder:
 class Rig:
     """One model, any number of batches, and everything that was read from them."""
 
-    def __init__(self, name, *, guard=True, tells=False):
-        """`tells`: newest tokens are told early, now and then, as the loop does after joins."""
-        self.tells = random.Random(7) if tells else None
+    def __init__(self, name, *, guard=True, early=False):
+        """`early`: fetch the newest tokens before the next step, now and then, as the loop does after joins."""
+        self.early = random.Random(7) if early else None
         self.raw = model(name)
         self.model = Recorder(self.raw)
         self.snapshot = Snapshot()
@@ -124,8 +124,8 @@ class Rig:
             self.model.rows = None
             self.guard.census(batch.caches)
             self._settle(batch, news)
-            if self.tells and len(batch) and self.tells.random() < 0.5:
-                self._settle(batch, batch.tell())
+            if self.early and len(batch) and self.early.random() < 0.5:
+                self._settle(batch, batch.fetch())
 
     def _settle(self, batch, news):
         self.take(news)
@@ -192,7 +192,7 @@ class Rig:
 
 
 def knowing(tokens: TokenTable) -> Grammars:
-    """Grammars of an engine that has been told what its tokens say."""
-    told: Future[TokenTable] = Future()
-    told.set_result(tokens)
-    return Grammars(told)
+    """Grammars of an engine that has its token table."""
+    arrived: Future[TokenTable] = Future()
+    arrived.set_result(tokens)
+    return Grammars(arrived)

@@ -16,6 +16,7 @@ from server.engine.plan import (
     ClearPool,
     Detach,
     EvictPrefixes,
+    FetchTokens,
     Flush,
     Join,
     KeepPrompt,
@@ -27,7 +28,6 @@ from server.engine.plan import (
     Result,
     Split,
     Step,
-    Tell,
     follow,
 )
 from server.engine.prefill import ChunkBudget, Prefill
@@ -152,8 +152,8 @@ class Scripted:
             self.batches.pop(operation.batch).abandon()
         elif isinstance(operation, Step):
             return batch.step()
-        elif isinstance(operation, Tell):
-            return batch.tell()
+        elif isinstance(operation, FetchTokens):
+            return batch.fetch()
         return None
 
 

@@ -1,4 +1,4 @@
-"""How work on files says how far it is.
+"""How work on files reports its progress.
 
 Owns the shape of that, its words, and the way into the log. Pure but for the log.
 """
@@ -11,7 +11,7 @@ from typing import Protocol
 log = logging.getLogger("marathon")
 
 
-class TellProgress(Protocol):
+class ReportProgress(Protocol):
     """Hears a line, with the share of the work that is done where that is known. What it raises ends the work."""
 
     def __call__(self, line: str, share: float | None = None, /) -> None: ...
