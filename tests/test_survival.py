@@ -230,7 +230,7 @@ async def test_sigterm_lets_the_short_one_end_and_leaves_no_process(server: harn
             await asyncio.sleep(0.005)
     server.process.send_signal(signal.SIGTERM)
     await asyncio.sleep(0.1)
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
         refused = await client.post(f"http://127.0.0.1:{server.port}/v1/completions", json=completion([1], 1))
     assert refused.status_code == 503
     await asyncio.gather(*streams)

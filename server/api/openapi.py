@@ -46,6 +46,7 @@ CHUNKS: list[type[BaseModel]] = [
     TextCompletion,
     ResponseEvent,
     MessageEvent,
+    ErrorBody,
     AnthropicErrorBody,
 ]
 REASONS = {
@@ -66,9 +67,14 @@ GENERATION = (400, 404, 408, 413, 415, 429, 503)
 
 
 def errors(*statuses: int, form: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
-    """Documentation of a route's error answers; those that any route may give are added."""
+    """Documentation of a route's error answers; those that any route may give are added.
+
+    By reference: of a model FastAPI would build a validator for each status of each route, which took half of the time
+    that an application takes to be made.
+    """
     every = sorted({*statuses, 401, 403, 405, 500})
-    return {status: {"model": form, "description": REASONS[status]} for status in every}
+    content = {"application/json": {"schema": _reference(form)}}
+    return {status: {"description": REASONS[status], "content": content} for status in every}
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:
