@@ -24,7 +24,7 @@ from server.model_files.weights import weight_files
 from server.settings import GROUPS, Settings, in_words
 from server.text.tokenizer import Tokenizer
 
-LIBRARIES = ("mlx", "mlx-lm", "tokenizers", "transformers", "llguidance", "fastapi", "uvicorn", "sse-starlette")
+LIBRARIES = ("mlx", "mlx-lm", "tokenizers", "transformers", "llguidance", "fastapi", "uvicorn")
 DEVICE_SECONDS = 120
 
 

@@ -26,7 +26,7 @@ COVERED_VARIANTS = 2
 
 
 def pytest_report_header() -> str:
-    packages = ("mlx", "mlx-lm", "transformers", "tokenizers", "fastapi", "uvicorn", "sse-starlette", "pydantic")
+    packages = ("mlx", "mlx-lm", "transformers", "tokenizers", "fastapi", "uvicorn", "pydantic")
     return ", ".join(f"{package} {version(package)}" for package in packages)
 
 

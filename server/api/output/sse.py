@@ -6,15 +6,15 @@ bytes by the protocol that knows their shape: a token costs one encoded string b
 
 from __future__ import annotations
 
+import asyncio
 import math
-import time
 from collections.abc import AsyncGenerator, Callable
+from time import monotonic
 from typing import Any, Protocol
 
-import anyio
 import msgspec
-from sse_starlette.sse import EventSourceResponse, SendTimeoutError
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from server.api.middleware.access import FILLER, UNSENT, cut, record_of
 from server.api.output.choices import Choice
@@ -56,46 +56,100 @@ class EventSource(Protocol):
         """Its reader has left, before the end or after it."""
 
 
-class EventStream(EventSourceResponse):
+class EventStream(Response):
     """Streams `frames` of `live`, if they have a source that is left with them, and leaves it however the stream ends.
 
-    sse-starlette brings the race between stream and disconnect. Its ping is off: signs of life come with the news that
-    is streamed. Its watch for the server's end is off, too: it would cut streams that a drain still lets run. In its
-    place stands a watch for readers that take nothing; a timer for each chunk would cost more than the chunk. A reader
-    that takes a little at a time isn't dropped: what its machine acknowledges counts, not what makes room here.
+    Two things end it early: its client leaves, or takes nothing for `patience` seconds. Signs of life come with the
+    news that is streamed, and the server's end lets streams run on, so nothing else is watched.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(self, frames: AsyncGenerator[bytes, None], live: EventSource | None, patience: float) -> None:
-        super().__init__(frames, ping=0, headers={"Cache-Control": "no-cache, no-store"})
-        del self.headers["connection"]  # HTTP/1.0 clients get another
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"})
+        self._frames = frames
         self._live = live
         self._patience = patience
-        self._progress = math.inf  # when a send that isn't over last came closer to its end
-        self._unsent: Callable[[], int] = int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[FILLER] = KEEPALIVE
-        self._unsent = scope.get(UNSENT, int)
         try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            record_of(scope).facts["finish"] = "reader too slow"
-            await cut(scope, receive)
+            async with asyncio.timeout(None) as limit:
+                reader = EventReader(limit, self._patience, scope.get(UNSENT, int))
+                leaving = asyncio.create_task(reader.notice_its_leaving(receive))
+                try:
+                    await self._stream(send, reader)
+                finally:
+                    leaving.cancel()
+                    reader.forget()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if reader.is_slow:
+                record_of(scope).facts["finish"] = "reader too slow"
+                await cut(scope, receive)
         finally:
+            await self._frames.aclose()
             if self._live is not None:
                 self._live.close()  # the frames close it too, but a client may leave before the first of them
 
-    async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        self._progress = time.monotonic()
-        await send(message)
-        self._progress = math.inf
+    async def _stream(self, send: Send, reader: EventReader) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._frames:
+            reader.progress = monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            reader.progress = math.inf
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _listen_for_exit_signal_with_grace(self) -> None:
-        left = 0
-        while (now := time.monotonic()) - self._progress < self._patience:
-            before = left
-            left = self._unsent()
-            if left < before and self._progress < now:
-                self._progress = now
-            await anyio.sleep(self._patience / 4)
-        raise SendTimeoutError
+
+class EventReader:
+    """The client of one stream: ends `limit` once it has left, or has taken nothing for `patience` seconds.
+
+    A reader that takes a little at a time isn't dropped: what its machine acknowledges counts, not what makes room
+    here. A timer for each chunk would cost more than the chunk, so one timer looks at them all.
+
+    Attributes:
+        progress: when a send that isn't over last came closer to its end; inf while nothing is being sent.
+        is_slow: it has taken nothing for too long.
+    """
+
+    def __init__(self, limit: asyncio.Timeout, patience: float, unsent: Callable[[], int]) -> None:
+        """`unsent` tells how many bytes its machine hasn't acknowledged."""
+        self.progress = math.inf
+        self.is_slow = False
+        self._limit = limit
+        self._patience = patience
+        self._unsent = unsent
+        self._left = 0
+        self._set_timer()
+
+    async def notice_its_leaving(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._end()
+
+    def _end(self) -> None:
+        if not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    def _set_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._patience / 4, self._look)
+
+    def _look(self) -> None:
+        before = self._left
+        now = monotonic()
+        if self.progress < now:
+            self._left = self._unsent()
+            if self._left < before:
+                self.progress = now
+        if now - self.progress < self._patience:
+            self._set_timer()
+        else:
+            self.is_slow = True
+            self._end()
+
+    def forget(self) -> None:
+        """Ends the watch."""
+        self._timer.cancel()
