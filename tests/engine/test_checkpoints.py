@@ -1,5 +1,6 @@
 """Rows' KV on disk: what is saved of rows that live, who finds it again, and that nobody waits for it."""
 
+import functools
 import stat
 from contextlib import contextmanager
 from time import monotonic
@@ -48,6 +49,12 @@ def flush(one):
     assert one.opening.tier.writer.flush(PATIENCE)
 
 
+@functools.cache
+def alone(family, given, length):
+    """The row's text by the plainest loop."""
+    return Rig(family).alone(row(0, given, max_tokens=length))[0]
+
+
 def pieces(home):
     return [found for found in folder.files(home) if found.name.kind == "piece"]
 
@@ -59,23 +66,22 @@ def ends(home):
 # ---------------------------------------------------------------- live rows
 @pytest.mark.parametrize(("family", "prefix_cache"), [("llama", 0), ("qwen3_5", 1 << 30), ("gemma3_text", 0)])
 def test_a_row_goes_on_in_the_next_engine_almost_where_it_was(family, prefix_cache, tiny, tmp_path):
-    rows = [row(1, prompt(LEAST), max_tokens=150), row(2, prompt(30), max_tokens=320)]
+    rows = [row(1, prompt(LEAST), max_tokens=70), row(2, prompt(200), max_tokens=130)]
     with engine(tiny, tmp_path, family, prefix_cache=prefix_cache) as first:
         for one in rows:
             first.submit(one)
-        while len(first.tokens[2]) < 290:
+        while len(first.tokens[2]) < 120:
             first.turn()
         flush(first)
     with engine(tiny, tmp_path, family, prefix_cache=prefix_cache) as later:
         for one in rows:
             later.submit(one, first.tokens[one.seq][: one.sequence.max_tokens - 1])
         finish(later)
-    rig = Rig(family)
     ended = first.tokens[1]
     assert later.started[2].reused >= 320 - INTERVAL - 2 * checkpoints.LOOK_EVERY
-    assert later.started[2].cached == 30
+    assert later.started[2].cached == 200
     for one, text in ((rows[0], ended), (rows[1], first.tokens[2] + later.tokens[2])):
-        assert text == rig.alone(row(0, one.sequence.prompt, max_tokens=one.sequence.max_tokens))[0]
+        assert text == alone(family, tuple(one.sequence.prompt), one.sequence.max_tokens)
 
 
 def test_a_prompt_that_is_read_once_and_answered_shortly_is_not_written(tiny, tmp_path):
@@ -111,7 +117,7 @@ def test_the_turns_of_a_conversation_outlive_the_engine(family, tiny, tmp_path):
         finish(later)
         assert later.started[9].cached >= len(tokens) - 31
         assert later.snapshot.kv_lookups == {"disk": 1}
-    assert later.tokens[9] == Rig(family).alone(row(0, tokens, max_tokens=12))[0]
+    assert later.tokens[9] == alone(family, tuple(tokens), 12)
 
 
 def test_memory_is_asked_before_the_disk(tiny, tmp_path):
@@ -129,21 +135,21 @@ def test_memory_is_asked_before_the_disk(tiny, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_that_is_asked_to_leave_saves_its_rows_first(family, tiny, tmp_path):
     with engine(tiny, tmp_path, family) as first:
-        first.submit(row(1, prompt(LEAST), max_tokens=400))
+        first.submit(row(1, prompt(LEAST), max_tokens=150))
         while len(first.tokens[1]) < 133:
             first.turn()
         first.channel.inbox.append(Drain(EPOCH))
         first.turn()
         flush(first)
     with engine(tiny, tmp_path, family) as later:
-        later.submit(row(1, prompt(LEAST), max_tokens=400), first.tokens[1])
+        later.submit(row(1, prompt(LEAST), max_tokens=150), first.tokens[1])
         while 1 not in later.started:
             later.turn()
         lost = LEAST + len(first.tokens[1]) - 1 - later.started[1].reused
         finish(later)
     assert lost <= (0 if family == "llama" else INTERVAL + checkpoints.LOOK_EVERY)
     text = first.tokens[1] + later.tokens[1]
-    assert text == Rig(family).alone(row(0, prompt(LEAST), max_tokens=400))[0]
+    assert text == alone(family, tuple(prompt(LEAST)), 150)
 
 
 def test_a_row_whose_engine_dies_right_after_a_checkpoint_has_the_one_before(tiny, tmp_path):
@@ -163,7 +169,7 @@ def test_a_row_whose_engine_dies_right_after_a_checkpoint_has_the_one_before(tin
 
 def test_a_preempted_row_comes_back_from_the_disk(tiny, tmp_path):
     with engine(tiny, tmp_path, prefix_cache=0) as one:
-        rows = [row(1, prompt(40), max_tokens=200), row(2, prompt(LEAST), max_tokens=200)]
+        rows = [row(1, prompt(40), max_tokens=60), row(2, prompt(LEAST), max_tokens=60)]
         for each in rows:
             one.submit(each)
         while len(one.tokens[2]) < 21:
@@ -175,7 +181,7 @@ def test_a_preempted_row_comes_back_from_the_disk(tiny, tmp_path):
         one.submit(rows[1], one.tokens[2])
         finish(one)
         assert one.started[2].reused >= LEAST + 20
-    assert one.tokens[2] == Rig("llama").alone(row(0, prompt(LEAST), max_tokens=200))[0]
+    assert one.tokens[2] == alone("llama", tuple(prompt(LEAST)), 60)
 
 
 def test_a_cancelled_row_costs_nothing_that_others_have(tiny, tmp_path):
@@ -205,7 +211,7 @@ def test_rows_step_while_another_waits_for_the_disk(tiny, tmp_path):
     tokens = prompt(2 * LEAST)
     tokens = tokens + _saved(tiny, tmp_path, tokens) + [5]
     with engine(tiny, tmp_path, faults="slow-disk:4000000") as one:
-        one.submit(row(1, prompt(20), max_tokens=400))
+        one.submit(row(1, prompt(20), max_tokens=150))
         one.turn(4)
         one.submit(row(2, tokens, max_tokens=5))
         while not one.tokens[2]:
@@ -213,8 +219,8 @@ def test_rows_step_while_another_waits_for_the_disk(tiny, tmp_path):
         assert one.started[2].reused >= len(tokens) - 3
         assert len(one.tokens[1]) > 20
         finish(one)
-    for seq, given, length in ((1, prompt(20), 400), (2, tokens, 5)):
-        assert one.tokens[seq] == Rig("llama").alone(row(0, given, max_tokens=length))[0]
+    for seq, given, length in ((1, prompt(20), 150), (2, tokens, 5)):
+        assert one.tokens[seq] == alone("llama", tuple(given), length)
 
 
 def test_a_disk_that_is_slower_than_a_prefill_is_given_up(tiny, tmp_path, monkeypatch, caplog):
@@ -228,7 +234,7 @@ def test_a_disk_that_is_slower_than_a_prefill_is_given_up(tiny, tmp_path, monkey
         finish(one)
         assert one.started[2].reused == 0
     assert "the disk is too slow" in caplog.text
-    assert one.tokens[2] == Rig("llama").alone(row(0, tokens, max_tokens=5))[0]
+    assert one.tokens[2] == alone("llama", tuple(tokens), 5)
 
 
 def test_a_row_that_is_cancelled_while_it_is_fetched_leaves_nothing(tiny, tmp_path):
@@ -262,7 +268,7 @@ def test_a_prompt_that_is_read_sooner_than_its_caches_is_not_fetched(tiny, tmp_p
         one.submit(row(2, tokens, max_tokens=3))
         finish(one)
         assert one.started[2].reused == 0
-    assert one.tokens[2] == Rig("llama").alone(row(0, tokens, max_tokens=3))[0]
+    assert one.tokens[2] == alone("llama", tuple(tokens), 3)
 
 
 def test_an_engine_knows_how_fast_the_one_before_it_read(tiny, tmp_path):
@@ -301,9 +307,9 @@ def _learned(asked, folder, family):
 @pytest.mark.parametrize("faults", ["full-disk", "slow-disk"])
 def test_a_bad_disk_changes_no_answer_and_stops_no_step(faults, tiny, tmp_path):
     with engine(tiny, tmp_path, faults=faults) as one:
-        one.submit(row(1, prompt(LEAST), max_tokens=400))
+        one.submit(row(1, prompt(LEAST), max_tokens=3 * INTERVAL))
         finish(one)
-    assert one.tokens[1] == Rig("llama").alone(row(0, prompt(LEAST), max_tokens=400))[0]
+    assert one.tokens[1] == alone("llama", tuple(prompt(LEAST)), 3 * INTERVAL)
 
 
 def test_cache_that_can_not_be_copied_ends_the_tier_and_no_row(tiny, tmp_path, monkeypatch, caplog):
