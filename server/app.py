@@ -61,10 +61,10 @@ def create_app(served: AppContext) -> FastAPI:
     )
     app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
     for prefix in ("/v1", ""):  # the latter for clients whose base URL lacks it
-        for routes in (completions.routes, messages.routes, models.routes, tokenize.counting):
+        for routes in (completions.routes, messages.routes, models.routes):
             app.include_router(routes(served, prefix), include_in_schema=bool(prefix))
         # The last two take any word behind the others' paths for an id.
-        for kept in (chat.routes, responses.routes, response_store.routes, chat_store.routes):
+        for kept in (tokenize.counting, chat.routes, responses.routes, response_store.routes, chat_store.routes):
             app.include_router(kept(served, answers, prefix), include_in_schema=bool(prefix))
     app.include_router(tokenize.routes(served))
     app.include_router(health.routes(served))

@@ -95,7 +95,17 @@ def prepare(
 def store_options(
     request: ResponsesRequest, settings: Settings, identity: AnswerIdentity, earlier: int
 ) -> StoreOptions | None:
-    """How the answer is kept; None where it isn't. Raises for a background response that isn't stored."""
+    """How the answer is kept; None where it isn't. Raises as `is_kept` does."""
+    if not is_kept(request, settings):
+        return None
+    background = bool(request.background)
+    own = own_input.encoded(own_input.of_response(request, identity.id, earlier))
+    explicit = bool(request.store) or background
+    return StoreOptions(identity, explicit, background, _texts(request.metadata), own)
+
+
+def is_kept(request: ResponsesRequest, settings: Settings) -> bool:
+    """Return whether the answer is stored. Raises for a background response that isn't."""
     background = bool(request.background)
     wanted = request.store
     if wanted is None:
@@ -105,11 +115,7 @@ def store_options(
         if wanted:
             why = "background responses aren't offered: the server keeps no journal"
         raise UnsupportedParameter(why, param="background")
-    if not wanted or settings.journal == OFF:
-        return None
-    own = own_input.encoded(own_input.of_response(request, identity.id, earlier))
-    explicit = bool(request.store) or background
-    return StoreOptions(identity, explicit, background, _texts(request.metadata), own)
+    return wanted and settings.journal != OFF
 
 
 def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:

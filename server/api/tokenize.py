@@ -22,12 +22,15 @@ from server.api.input.members import unknown
 from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.schema import ChatRequest, DetokenizeRequest, Rendering, TemplateRequest, TokenizeRequest
 from server.api.input.sequences import Bounds
+from server.api.middleware.security import owner_of
 from server.api.openapi import body as documented
 from server.api.openapi import errors
 from server.api.output.schema import DetokenizeAnswer, InputTokensAnswer, TemplateAnswer, TokenizeAnswer
 from server.api.output.slices import array
 from server.api.output.slices import encode as to_json
 from server.api.prepare import counted, render
+from server.api.stored.answers import StoredAnswers
+from server.api.stored.earlier import resolved, shifted
 from server.errors import InvalidValue
 from server.metrics import OTHER
 from server.text.tokenizer import Tokenizer
@@ -78,7 +81,7 @@ def routes(served: AppContext) -> APIRouter:
     return router
 
 
-def counting(served: AppContext, prefix: str) -> APIRouter:
+def counting(served: AppContext, answers: StoredAnswers, prefix: str) -> APIRouter:
     router = APIRouter(prefix=prefix, tags=["tokens"])
 
     @router.post(
@@ -94,12 +97,14 @@ def counting(served: AppContext, prefix: str) -> APIRouter:
     @router.post(
         "/responses/input_tokens",
         response_model=InputTokensAnswer,
-        responses=errors(400, 404, 413, 415),
+        responses=errors(400, 404, 413, 415, 503),
         openapi_extra=documented(ResponsesRequest),
     )
     async def response_input_tokens(http: Request) -> Response:
-        """How many tokens the prompt of a response has."""
-        return await _answer(served, http, ResponsesRequest, count_response)
+        """How many tokens the prompt of a response has, earlier responses and items named by their ids included."""
+        sent = await body.read(http, served.settings.max_body_bytes)
+        content, earlier = await resolved(answers, sent, owner_of(http.scope))
+        return await shifted(_of_content(served, content, ResponsesRequest, count_response), earlier)
 
     return router
 
@@ -107,9 +112,15 @@ def counting(served: AppContext, prefix: str) -> APIRouter:
 async def _answer(
     served: AppContext, http: Request, form: type[Asked], work: Callable[[ServedModel, Asked, Bounds | None], bytes]
 ) -> Response:
-    """The answer to a body of this form; unknown members are noted once it is known to be right. As long as there has
-    been no engine, the bounds of its model aren't known."""
-    content = await body.read(http, served.settings.max_body_bytes)
+    """Answer a request whose body has this form."""
+    return await _of_content(served, await body.read(http, served.settings.max_body_bytes), form, work)
+
+
+async def _of_content(
+    served: AppContext, content: bytes, form: type[Asked], work: Callable[[ServedModel, Asked, Bounds | None], bytes]
+) -> Response:
+    """Answer a body of this form; unknown members are noted once it is known to be right. As long as there has been no
+    engine, the bounds of its model aren't known."""
     bounds = None
     if known := served.supervisor.engine.known:
         bounds = Bounds.of(known, served.settings)
@@ -177,6 +188,7 @@ def count(model: ServedModel, request: ChatRequest, bounds: Bounds | None) -> by
 
 
 def count_response(model: ServedModel, request: ResponsesRequest, bounds: Bounds | None) -> bytes:
+    responses.is_kept(request, model.settings)
     responses.check(request)
     said, _ = responses.conversation(request, model.settings)
     return to_json({"object": "response.input_tokens", "input_tokens": len(_prompt(model, said))})

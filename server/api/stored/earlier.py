@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ CALLS = frozenset({"function_call", "custom_tool_call"})
 _PLACE = re.compile(r"\binput\[(\d+)\]")
 
 Items = list[msgspec.Raw]
+Result = TypeVar("Result")
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(Items).decode
 encode = msgspec.json.Encoder().encode
@@ -121,8 +122,8 @@ async def _lying(answers: StoredAnswers, id: str, owner: str) -> dict[str, Any] 
     return next((item for item in items if item.get("id") == id), None)
 
 
-async def shifted(preparing: Awaitable[Any], earlier: int) -> Any:
-    """What `preparing` gives. Its error names the places of the client's own items, without the `earlier` ones."""
+async def shifted(preparing: Awaitable[Result], earlier: int) -> Result:
+    """Return what `preparing` gives. Its error counts the client's own items alone, without the `earlier` ones."""
     try:
         return await preparing
     except RequestError as error:

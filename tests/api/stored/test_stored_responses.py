@@ -339,6 +339,50 @@ async def test_a_response_goes_on_from_an_earlier_one_with_its_input_and_output_
         assert third["status"] == "completed"
 
 
+async def test_the_count_of_a_prompt_has_what_earlier_responses_said(tmp_path: Path) -> None:
+    async with keeping(tmp_path, engine(say=says(EVERYTHING))) as site:
+        first = await respond(site, "Who?", tools=TOOLS)
+        calls = [item for item in first["output"] if item["type"].endswith("_call")]
+        outputs = [{"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"} for item in calls]
+        named = {"type": "item_reference", "id": first["output"][0]["id"]}
+        for given in (
+            {"input": outputs, "previous_response_id": first["id"]},
+            {"input": [{"role": "user", "content": "Who?"}, named]},
+        ):
+            asked = {"model": MODEL, "tools": TOOLS, **given}
+            made = (await site.post(PATH, asked)).json()
+            for path in (PATH, "/responses"):
+                counted = (await site.post(f"{path}/input_tokens", asked)).json()
+                assert counted["input_tokens"] == made["usage"]["input_tokens"]
+        alone = (await site.post(f"{PATH}/input_tokens", {"input": "And?"})).json()["input_tokens"]
+        more = await site.post(f"{PATH}/input_tokens", {"input": "And?", "previous_response_id": first["id"]})
+        assert more.json()["input_tokens"] > alone
+
+
+async def test_a_count_is_refused_as_the_response_would_be(tmp_path: Path) -> None:
+    mine, other = ({"Authorization": f"Bearer {key}"} for key in ("mine", "other"))
+    async with keeping(tmp_path, slow(), api_key=["mine", "other"]) as site:
+        done = (await site.post(PATH, {"input": "x", "max_output_tokens": 1, "store": True}, **mine)).json()
+        under_way = (await site.post(PATH, {"input": "x", "background": True}, **mine)).json()
+        bad = [{"role": "user", "content": "x"}, {"type": "function_call_output", "output": "x"}]
+        for fields, status, param in (
+            ({"previous_response_id": "resp_unknown"}, 400, "previous_response_id"),
+            ({"previous_response_id": under_way["id"]}, 400, "previous_response_id"),
+            ({"previous_response_id": done["id"], "input": bad}, 400, "input[1].call_id"),
+            ({"previous_response_id": done["id"], "model": "another"}, 404, "model"),
+            ({"background": True, "store": False}, 400, "background"),
+        ):
+            refused = [
+                await site.post(path, {"input": "x"} | fields, **mine) for path in (PATH, f"{PATH}/input_tokens")
+            ]
+            assert [(one.status_code, one.json()["error"]["param"]) for one in refused] == [(status, param)] * 2
+            assert refused[0].json() == refused[1].json()
+        asked = {"input": "x", "previous_response_id": done["id"]}
+        foreign = await site.post(f"{PATH}/input_tokens", asked, **other)
+        assert foreign.json()["error"]["code"] == "previous_response_not_found"
+        assert (await site.post(f"{PATH}/input_tokens", asked, **mine)).status_code == 200
+
+
 async def test_nothing_goes_on_from_a_response_that_has_not_ended(tmp_path: Path) -> None:
     async with keeping(tmp_path, slow()) as site:
         made = await create(site)
