@@ -9,6 +9,7 @@ Owns every failure that Marathon reports to a client or on the command line. Run
         ├── UnsupportedParameter      400  the field is known, but what it asks for isn't offered
         ├── ContextLengthError        400  the prompt doesn't fit the context
         ├── ExceedsMemory             400  the sequence could never fit the memory limit, even alone
+        ├── GrammarFailure            400  the answer's form can't be followed any further
         ├── InvalidApiKey             401
         ├── Forbidden                 403  foreign Origin or Host
         ├── PreviousNotFound          400  previous_response_id names no stored response
@@ -153,6 +154,16 @@ class ExceedsMemory(RequestError):
     type = "invalid_request_error"
     code = "memory_limit_exceeded"
     reason = "memory_guard"
+
+
+class GrammarFailure(RequestError):
+    """The grammar of the answer's form can't be followed to its end: it allows nothing more, or too much to keep in
+    mind. Found while the answer is drawn; another draw may do better, the same one won't."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "grammar_failed"
+    own_headers: ClassVar[Mapping[str, str]] = NO_RETRY
 
 
 class InvalidApiKey(RequestError):

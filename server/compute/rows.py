@@ -112,4 +112,4 @@ class StepOutput:
     tokens: list[int]
     ended: list[tuple[Row, Finish]]
     logprobs: dict[int, TokenLogprobs]  # by seq, of the rows that ask
-    failed: list[tuple[Row, str]] = field(default_factory=list)  # rows that can't go on, and why
+    failed: list[tuple[Row, str]] = field(default_factory=list)  # rows whose grammar can't go on, and why

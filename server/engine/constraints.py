@@ -22,10 +22,16 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from server.ipc.sequence import MAX_GRAMMAR_SIZE, TokenSequence, TokenTable
+from server.ipc.sequence import MAX_GRAMMAR_SIZE, MAX_GRAMMAR_WIDTH, TokenSequence, TokenTable
 
-# The size is what the server has checked; fuel for a mask stays at the library's own few milliseconds.
-LIMITS = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
+# The size is what the server has checked. A place may be wider than those that it has looked at, and a mask over many
+# long tokens takes more items than one over bytes; lexer fuel for a mask stays at the library's own few milliseconds.
+LIMITS = LLParserLimits(
+    max_grammar_size=MAX_GRAMMAR_SIZE,
+    max_items_in_row=2 * MAX_GRAMMAR_WIDTH,
+    step_max_items=200 * MAX_GRAMMAR_WIDTH,
+    verbose_errors=False,
+)
 
 
 class GrammarTokenizer:

@@ -252,7 +252,7 @@ class Loop:
         if found := self.pending_grammars.endless():
             seconds, rows = found
             for row in rows:
-                self._fail(row, "row", f"its grammar isn't compiled within {COMPILE_SECONDS:g} s")
+                self._fail(row, "grammar", f"its grammar isn't compiled within {COMPILE_SECONDS:g} s")
             self._outbox.rotate(seconds, COMPILE_SECONDS, "seconds of compiling a grammar", is_leak=False)
 
     # ------------------------------------------------------------ an iteration
@@ -287,7 +287,7 @@ class Loop:
             return []
         self._checkpoints.arrive()
         for row, why in self.pending_grammars.take():
-            self._fail(row, "row", why)
+            self._fail(row, "grammar", why)
         self.engine_state.count()  # before, since the first chunk may take long
         decoding = self._groups.rows
         turn = ChunkBudget(
@@ -347,7 +347,7 @@ class Loop:
             self._forget(seq)
         for row, message in failed:
             self._forget(row.seq)
-            self._outbox.failed(row.seq, "row", message)
+            self._outbox.failed(row.seq, "grammar", message)
         room = self.runner.room
         try:
             gone = [seq for seq, _ in ended]

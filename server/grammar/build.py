@@ -18,9 +18,10 @@ from typing import Any
 from llguidance import LLMatcher
 
 from server.errors import InvalidValue, UnsupportedParameter
-from server.grammar import bounds, checker, endless
+from server.grammar import bounds, checker, endless, wide
 from server.grammar.checker import Prove
 from server.grammar.llguidance_limits import hazard
+from server.grammar.walk import TOO_COMPLEX
 from server.ipc.sequence import Grammar
 
 # One space, or a new line and its indentation: free enough for any style, and no model can fill its answer with it.
@@ -218,14 +219,28 @@ def check(schema: Any, param: str, prove: Prove = checker.fault) -> None:
 
 
 def _first_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str]:
-    """(place, reason) of what llguidance has against a schema; two empty strings if there is nothing."""
+    """(place, reason) of what llguidance has against a schema; the reason is empty if there is nothing."""
     try:
         fault = _fault(f"start: {json_rule(schema)}", prove)
     except RecursionError:
         fault = "it is nested too deeply"
-    if fault:
-        return _innermost(schema, param, fault, prove)
-    return "", ""
+    if not fault or fault.startswith(TOO_COMPLEX):
+        return _widest_fault(schema, param, prove) or (param, fault)
+    return _innermost(schema, param, fault, prove)
+
+
+def _widest_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str] | None:
+    """(place, reason) of a part that is too wide; None if there is none, or none was found in time."""
+    if not isinstance(schema, dict):
+        return None
+    until = monotonic() + LOOK_SECONDS
+    for place, part in wide.widest(schema, endless.reachable(schema, param).values()):
+        if monotonic() > until:
+            break
+        fault = _fault(f"start: {json_rule(part)}", prove)
+        if fault.startswith(TOO_COMPLEX):
+            return place, fault
+    return None
 
 
 def _fault(lark: str, prove: Prove) -> str:

@@ -16,13 +16,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING
 
-from server.ipc.sequence import MAX_GRAMMAR_SIZE
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+from server.grammar import walk
+from server.ipc.sequence import MAX_GRAMMAR_SIZE, MAX_GRAMMAR_WIDTH
 
 SECONDS = 5  # for one answer; checking the largest grammar that is allowed takes a tenth
 NO_TEXT = "no text could follow it"
@@ -37,23 +33,16 @@ def fault(grammar: str) -> str:
     """What is wrong with an llguidance grammar, in its own words; empty if nothing is. In this very process."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
+    limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, max_items_in_row=MAX_GRAMMAR_WIDTH, verbose_errors=False)
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     if wrong:
         return str(messages[0])
-    matcher = LLMatcher(_byte_tokens(), grammar, log_level=0, limits=limits)  # what else it says is of its tokens
+    tokens, ids = walk.tokenizer(grammar)
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
     matcher.compute_bitmask()
     if _DEAD_END in matcher.get_error():
         return NO_TEXT
-    return ""
-
-
-@cache
-def _byte_tokens() -> LLTokenizer:
-    """Making them takes ten times as long as checking a small grammar."""
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")
+    return walk.fault(matcher, ids)
 
 
 class Checker:

@@ -33,7 +33,7 @@ def fault(schema: Any, param: str) -> tuple[str, str]:
     """(place, reason) of the innermost part that no finite text can follow; two empty strings if there is none."""
     if not isinstance(schema, dict):
         return "", ""
-    parts = _reachable(schema, param)
+    parts = reachable(schema, param)
     endless = _endless(schema, parts)
     for place, part in parts.values():
         if id(part) in endless:
@@ -41,7 +41,7 @@ def fault(schema: Any, param: str) -> tuple[str, str]:
     return "", ""
 
 
-def _reachable(root: dict[str, Any], param: str) -> Parts:
+def reachable(root: dict[str, Any], param: str) -> Parts:
     """The schemas that may apply to some part of an answer, from the outside in."""
     found: Parts = {}
     left = [(param, root)]
@@ -51,7 +51,7 @@ def _reachable(root: dict[str, Any], param: str) -> Parts:
             continue
         found[id(part)] = (place, part)
         left += [(place + name, inner) for name, inner in _inside(part)]
-        left += [(_place(param, part["$ref"]), target) for target in _target(root, part)]
+        left += [(_place(param, part["$ref"]), target) for target in targets(root, part)]
     return found
 
 
@@ -73,7 +73,7 @@ def _schemas(part: dict[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _target(root: Any, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def targets(root: Any, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The schema that `$ref` names, if it is one of this document."""
     ref = part.get("$ref")
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
@@ -102,12 +102,12 @@ def _place(param: str, ref: str) -> str:
 def _endless(root: dict[str, Any], parts: Parts) -> set[int]:
     """The ids of those that aren't finite: what isn't proved to come to an end by those inside it."""
     endless = set(parts)
-    targets = {key: list(_target(root, part)) for key, (_, part) in parts.items()}
-    inwards = [(key, _together(part, targets)) for key, (_, part) in reversed(parts.items())]
+    named = {key: list(targets(root, part)) for key, (_, part) in parts.items()}
+    inwards = [(key, _together(part, named)) for key, (_, part) in reversed(parts.items())]
     for _ in range(MOST_PASSES):
         known = len(endless)
         for key, together in inwards:
-            if key in endless and _ends(together, endless, targets):
+            if key in endless and _ends(together, endless, named):
                 endless.discard(key)
         if len(endless) == known:
             return endless

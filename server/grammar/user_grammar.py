@@ -9,15 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
+
+from llguidance import LLMatcher
 
 from server.errors import InvalidValue
 from server.grammar import build, lark, terminals
 from server.grammar.checker import Prove
-from server.grammar.lark import Word
-from server.grammar.productive import endless_rule
+from server.grammar.lark import Definition, Word
+from server.grammar.productive import endless_rule, is_rule
+from server.grammar.walk import TOO_COMPLEX
 
 _IDS = re.compile(r"<\[[\^\d,*-]*\]>")
+MANY_WORDS = 200  # of a rule: llguidance's limit is reached with about 1,000 alternatives
+MOST_WIDE = 20  # the longest rules are looked at
 _BLANKS = ("whitespace_flexible", "whitespace_pattern")
 
 
@@ -62,9 +68,42 @@ def _check_rules(grammar: str, words: Sequence[Word], param: str, prove: Prove) 
         if name in barren:
             raise _refusal(param, f"no text matches the terminal {name[:200]!r}")
         raise _refusal(param, f"the rule {name!r} leads back to itself, or to what nothing matches: no text could end")
+    _check_width(grammar, words, definitions, param, prove)
     for word in words:
         if word.kind == "grammar":
             _check_rules(grammar, word.words, param, prove)
+
+
+def _check_width(
+    grammar: str, words: Sequence[Word], definitions: Sequence[Definition], param: str, prove: Prove
+) -> None:
+    """Long rules, each as the beginning of an answer: what it allows there is too much wherever else it is reached."""
+    until = monotonic() + build.LOOK_SECONDS
+    long = sorted((one for one in definitions if is_rule(one) and len(one.body) > MANY_WORDS), key=_length)
+    for one in long[:MOST_WIDE]:
+        said = prove(LLMatcher.grammar_from_lark(_begun_with(grammar, words, one.name)))
+        if said.startswith(TOO_COMPLEX):
+            raise _refusal(param, f"the rule {one.name[:200]!r}: {said}")
+        if monotonic() > until:
+            return
+
+
+def _length(definition: Definition) -> int:
+    return -len(definition.body)
+
+
+def _begun_with(grammar: str, words: Sequence[Word], name: str) -> str:
+    """The grammar of these words with another rule as its start."""
+    made = []
+    place = words[0].start
+    end = words[-1].end
+    if name == "start":
+        return grammar[place:end]
+    for word in words:
+        if word.kind == "name" and word.text.lstrip("?!") == "start":
+            made += [grammar[place : word.end], "_of_all"]
+            place = word.end
+    return "".join([*made, grammar[place:end], f"\nstart: {name}"])
 
 
 def _refusal(param: str, reason: str) -> InvalidValue:

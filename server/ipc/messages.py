@@ -142,7 +142,8 @@ class Steps(msgspec.Struct, frozen=True, tag="steps", omit_defaults=True):
 
 
 class RowFailure(msgspec.Struct, frozen=True, tag="failed"):
-    """One row can't go on; the others don't notice. `kind` is "row" (its own fault), "memory" or "leak"."""
+    """One row can't go on; the others don't notice. `kind` is "row" (its own fault), "grammar" (its form's),
+    "memory" or "leak"."""
 
     epoch: int
     seq: int

@@ -31,6 +31,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 # In llguidance's symbols: about 2,000 properties. Building more takes the engine longer than a second.
 MAX_GRAMMAR_SIZE = 20_000
+# What may come next at one place of an answer, in llguidance's items: about 500 optional properties. Computing a mask
+# over more holds a step for longer than 20 ms where the vocabulary is large.
+MAX_GRAMMAR_WIDTH = 2_000
 
 
 class Grammar(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from server.errors import ExceedsMemory, GenerationError, QueueFull, RequestError, RequestTimeout
+from server.errors import ExceedsMemory, GenerationError, GrammarFailure, QueueFull, RequestError, RequestTimeout
 from server.ipc import messages
 from server.ipc.sequence import TokenSequence
 from server.ipc.snapshot import PromptProgress, Snapshot
@@ -30,6 +30,7 @@ from server.supervision.timeouts import DrainRate
 
 RECLAIM_SECONDS = 10.0  # between two requests to the engine to free what it can
 TURN_SECONDS = 30.0  # until one that runs apart has its turn, however many others there are
+_FAILURES: dict[str, type[RequestError]] = {"memory": ExceedsMemory, "grammar": GrammarFailure}
 
 log = logging.getLogger("marathon")
 
@@ -371,9 +372,7 @@ class Scheduler:
         if (generation := self.running.pop(failure.seq, None)) is None:
             return
         self._end(generation)
-        kind: type[RequestError] = GenerationError
-        if failure.kind == "memory":
-            kind = ExceedsMemory
+        kind = _FAILURES.get(failure.kind, GenerationError)
         self.fail(generation.live, kind(failure.message))
 
     def preempted(self, seq: int) -> None:

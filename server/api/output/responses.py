@@ -17,7 +17,7 @@ from server.api.output.choices import Choice
 from server.api.output.logprobs import entries
 from server.api.output.responses_items import Event, MessageItem, OutputItem, ReasoningItem, call_item
 from server.api.output.sse import encode
-from server.errors import ExceedsMemory, GenerationError, QueueFull, RequestError
+from server.errors import ExceedsMemory, GenerationError, GrammarFailure, QueueFull, RequestError
 from server.text.calls.tool_calls import CallArguments, CallBegin
 from server.text.detokenizer import Content, Piece, Reasoning
 from server.text.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ from server.text.tokenizer import Tokenizer
 _CODES: tuple[tuple[type[RequestError], str], ...] = (
     (GenerationError, "invalid_prompt"),
     (ExceedsMemory, "invalid_prompt"),
+    (GrammarFailure, "invalid_prompt"),
     (QueueFull, "rate_limit_exceeded"),
 )
 
