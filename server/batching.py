@@ -13,7 +13,7 @@ rows, `extract` gives a single cache back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -27,6 +27,10 @@ from server.compute.stopwatch import Laps
 from server.ipc.sequence import Finish, TokenLogprobs
 
 FLUSH_STEPS = 256  # steps whose tokens may wait to be moved into the rows: bounds what a join has to do
+
+
+def _nothing(caches: Caches) -> list[mx.array]:
+    return []
 
 
 class Batch:
@@ -77,10 +81,14 @@ class Batch:
 
     def held_tokens(self, row: Row) -> list[int]:
         """Return the tokens that one of my rows' caches hold: all but the last if no forward pass has taken that in."""
-        self._flush()
-        if self._last_not_held or self.is_fetched(row):
-            return row.tokens[:-1]
-        return row.tokens
+        self.flush()
+        return row.tokens[: self.held(row)]
+
+    def held(self, row: Row) -> int:
+        """Return how many tokens one of my rows' caches hold."""
+        if self._last_not_held or (self._inputs.known and self.is_fetched(row)):
+            return self.length(row) - 1
+        return self.length(row)
 
     @property
     def longest(self) -> int:
@@ -95,7 +103,7 @@ class Batch:
             return
         if len(self.rows) + len(rows) > 1:
             self._begin(rows)
-        self._flush()
+        self.flush()
         rows = in_cache_order(rows)
         for column in self._columns:
             column.join(rows)
@@ -119,7 +127,7 @@ class Batch:
 
     def leave(self, rows: Sequence[Row], *, keep_caches: bool = False) -> None:
         """Drop rows. With `keep_caches` each gets compacted single caches and what else it needs to join again."""
-        self._flush()
+        self.flush()
         gone = {id(row) for row in rows}
         if keep_caches:
             for i, row in enumerate(self.rows):
@@ -145,20 +153,21 @@ class Batch:
 
     def abandon(self) -> list[Row]:
         """Give up all rows after a failed forward pass; the caches are in no known state and are dropped."""
-        self._flush()
+        self.flush()
         rows = self.rows
         self._empty()
         return rows
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Move what was read since the last change into the rows."""
         for i, row in enumerate(self.rows):
             row.tokens += [tokens[i] for tokens in self._history]
         self._history = []
 
     # ------------------------------------------------------------ the step
-    def step(self) -> StepOutput:
-        """Submit the next step of all rows and read the one before it.
+    def step(self, copied: Callable[[Caches], list[mx.array]] = _nothing) -> StepOutput:
+        """Submit the next step of all rows and read the one before it; `copied` gives what is to be submitted besides,
+        from the caches as the step leaves them.
 
         Faults of single rows come back in `StepOutput.failed`; an exception is a fault of the forward pass, and the
         caches are then in no known state.
@@ -173,7 +182,7 @@ class Batch:
         self._laps.start()
         logits = self._model(inputs[:, None], cache=self.caches)[:, -1, :]
         self._laps.lap("forward")
-        held = self._guard.reach(self.caches)
+        held = self._guard.reach(self.caches) + copied(self.caches)
         self._laps.lap("guard")
         masks: Masks | None = None
         if self._masks.constrained:
@@ -239,7 +248,7 @@ class Batch:
     def _read_all(self, tokens: list[int], logprobs: dict[int, TokenLogprobs]) -> StepOutput:
         self._history.append(tokens)
         if len(self._history) >= FLUSH_STEPS:
-            self._flush()
+            self.flush()
         self._until -= 1
         ended: list[tuple[Row, Finish]] = []
         if self._until <= 0 or not self._stops.isdisjoint(tokens):
@@ -250,7 +259,7 @@ class Batch:
         """As `_read_all`, while some inputs are tokens that were read before."""
         read = self._inputs.unknown()
         self._inputs.known = []
-        self._flush()
+        self.flush()
         for i in read:
             self.rows[i].tokens.append(tokens[i])
         self._until = min(row.sequence.max_tokens - row.produced for row in self.rows)

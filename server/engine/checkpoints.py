@@ -20,10 +20,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from server.batching import Batch
+from server.cache_guard import Caches
 from server.compute.rows import Model, Row
-from server.engine.plan import Operation, Read
+from server.engine.plan import Operation, Read, Step
 from server.engine.prefill import Prefill
 from server.engine.prefix_cache import PrefixCache
+from server.engine.tail import Tail
 from server.errors import one_line
 from server.ipc.snapshot import Snapshot
 from server.kv_store.copies import CacheSource, put_back
@@ -34,7 +36,8 @@ from server.kv_store.reader import ROWS_AT_ONCE, Fetch
 INTERVAL = 64  # tokens between two checkpoints of a row: as many as a death may cost
 LONGEST_INTERVAL = 4096  # where the disk can't take them
 STATE_SHARE = 8  # a state may be so many times larger than the positions saved with it
-LEAST = 256  # tokens below which nothing is saved or read: a prefill of so few costs no more than a read
+LEAST = 256  # tokens below which no piece is written of a row: a prefill of so few costs little
+LEAST_GAIN = 16  # tokens that the disk must have beyond memory, or a row that comes back beyond what is saved
 LIVED = 1.0  # seconds of reading its prompt after which a row is worth saving
 SHARE = 0.015  # of the engine's time that checkpoints may take
 MOST_CREDIT = 0.05  # seconds of that which may be saved up
@@ -103,6 +106,7 @@ class Checkpoints:
         self._opening = opening
         self._wake = wake
         self._clock = clock
+        self._tail = Tail(batches, clock)
         self._live: dict[int, LiveRow] = {}
         self._arrivals: dict[int, AwaitedRow] = {}
         self._interval = INTERVAL
@@ -126,8 +130,9 @@ class Checkpoints:
         if tier is None or row.sequence.prompt_logprobs:
             return
         now = self._clock()
-        self._live[row.seq] = LiveRow(tier.keeper.begin(row.tokens), 0, 0, now)
-        fetch = tier.reader.fetch(row.tokens, self._prefix.reach(row.tokens) + LEAST // 2, self._wake)
+        live = self._live[row.seq] = LiveRow(tier.keeper.begin(row.tokens), 0, 0, now)
+        self._tail.begin(row, live.progress.chain)
+        fetch = tier.reader.fetch(row.tokens, self._prefix.reach(row.tokens) + LEAST_GAIN, self._wake)
         if fetch is None:
             return
         row.is_fetching = True
@@ -211,6 +216,25 @@ class Checkpoints:
         self._then = now
         if self._iteration % LOOK_EVERY == 0:
             self._save_due(tier)
+            self._tail.admit(tier)
+        self._tail.take(tier)
+
+    def newest(self, batch: int) -> int:
+        """How many of the newest positions the next step of a batch is to copy."""
+        if (tier := self._tier) is None:
+            return 0
+        return self._tail.positions(batch, tier)
+
+    def copy_newest(self, step: Step, caches: Caches) -> list[mx.array]:
+        """Copy them, from the caches as the step leaves them; returns what is to be submitted with it."""
+        tier = self._tier
+        if tier is None:
+            return []
+        try:
+            return self._tail.copy(step.batch, step.newest, caches, tier.layout)
+        except Exception as error:  # of a cache that isn't as it was when it was tried out
+            self._cease(error)
+            return []
 
     def _save_due(self, tier: Tier) -> None:
         for batch in list(self._batches.values()):
@@ -276,12 +300,17 @@ class Checkpoints:
         try:
             done = tier.keeper.save(source, live.progress, int(seconds * self._speed), lasting=lasting)
         except Exception as error:  # of a cache that isn't as it was when it was tried out
-            log.exception("a row's KV can't be saved, and none is from now on: %s", error)
-            self.close()
+            self._cease(error)
             return
         took = self._clock() - began
         self._credit -= took
         self._note(tier, live, source.held, done, took)
+        if live.progress.complete == source.held:
+            self._tail.saved(seq, source.held, tier)
+
+    def _cease(self, error: Exception) -> None:
+        log.exception("a row's KV can't be saved, and none is from now on: %s", error)
+        self.close()
 
     def _note(self, tier: Tier, live: LiveRow, held: int, done: SaveResult, took: float) -> None:
         if done.refusal:
@@ -317,7 +346,7 @@ class Checkpoints:
     def _save_last(self, tier: Tier, batch: Batch, row: Row, *, ended: bool) -> None:
         live = self._live.get(row.seq)
         held = batch.length(row)
-        if live is None or held < LEAST:
+        if live is None or held < (LEAST if ended else LEAST_GAIN):
             return
         if not ended or live.is_worth or self._has_lived(row, live, held):
             self._save(tier, row.seq, self._of_batch(batch, row), AT_END, lasting=True)
@@ -336,6 +365,7 @@ class Checkpoints:
     def forget(self, seq: int) -> None:
         """A row has left."""
         self._live.pop(seq, None)
+        self._tail.forget(seq, self._tier)
         arrival = self._arrivals.pop(seq, None)
         if arrival is not None:
             arrival.fetch.give_up()

@@ -6,6 +6,7 @@ decides nothing, reads no clock and no memory: its orders come from `plan`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -47,6 +48,9 @@ class MarkSaver(Protocol):
 
     def save_mark(self, row: Row, length: int) -> None:
         """The row's caches hold its first `length` tokens now."""
+
+    def copy_newest(self, step: Step, caches: Caches) -> list[mx.array]:
+        """Copy the newest positions that a step is to copy; returns what is to be submitted with it."""
 
 
 class Executor:
@@ -213,7 +217,10 @@ class Executor:
         self._prefix.insert(tokens, batch.single_caches(place))
 
     def _step(self, operation: Step) -> StepOutput:
-        return self.batches[operation.batch].step()
+        batch = self.batches[operation.batch]
+        if operation.newest and self.marks is not None:
+            return batch.step(partial(self.marks.copy_newest, operation))
+        return batch.step()
 
     def _fetch(self, operation: FetchTokens) -> StepOutput:
         return self.batches[operation.batch].fetch()

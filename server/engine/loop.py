@@ -318,7 +318,7 @@ class Loop:
     def _step(self, drawn: list[StepOutput]) -> None:
         """Step the groups that are due; what each one read is added to `drawn`."""
         for batch in self.runner.follow(self._groups.due()):
-            result = self.runner.run(Step(batch))
+            result = self.runner.run(Step(batch, self._checkpoints.newest(batch)))
             self._groups.note(batch, result.seconds)
             drawn.append(result.outcome)
         if drawn:

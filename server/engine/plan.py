@@ -90,9 +90,11 @@ class KeepRow:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Draw the next token of each row of a batch and read the one before. The outcome is a `StepOutput`."""
+    """Draw the next token of each row of a batch and read the one before; `newest` positions of each row are copied
+    besides. The outcome is a `StepOutput`."""
 
     batch: int
+    newest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

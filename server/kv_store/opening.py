@@ -27,7 +27,9 @@ from server.kv_store.layout import Layout
 from server.kv_store.paces import Paces
 from server.kv_store.reader import KVReader
 from server.kv_store.store import Disk, Store
-from server.kv_store.writer import KVWriter
+from server.kv_store.tail_log import TailLog
+from server.kv_store.tail_recovery import recover
+from server.kv_store.writer import Allowance, KVWriter
 from server.model_files.fingerprint import cache_fingerprint
 from server.model_files.trial_results import TrialResults
 from server.settings import Settings
@@ -60,6 +62,7 @@ class Tier:
     keeper: Keeper
     reader: KVReader
     writer: KVWriter
+    tail: TailLog
     layout: Layout
     paces: Paces
 
@@ -67,6 +70,7 @@ class Tier:
         """Write what is queued, within a moment, and end the threads."""
         self.paces.save(at_once=True)
         self.reader.close()
+        self.tail.close(CLOSE_SECONDS)
         self.writer.close(CLOSE_SECONDS)
 
 
@@ -144,12 +148,17 @@ class Opening:
     def _opened(self, fingerprint: str, layout: Layout) -> Tier:
         place = self._place
         root = digest(fingerprint.encode(), layout.digest())
-        folder.prepare(place.home / root.hex())
-        folder.note_model(place.home / root.hex(), _shown(self._model))
+        own = place.home / root.hex()
+        folder.prepare(own)
+        folder.note_model(own, _shown(self._model))
         store = Store(place.home, root, layout.everything, place.limit, place.disk)
-        paces = Paces(place.home / root.hex() / folder.PACES)
-        writer = KVWriter(store, place.hourly, after=paces.save)
-        return Tier(store, Keeper(store, writer, layout), KVReader(store, layout, paces), writer, layout, paces)
+        if further := recover(store, layout, own):
+            log.info("the newest positions of %d rows are there", further)
+        paces = Paces(own / folder.PACES)
+        allowance = Allowance(place.hourly)
+        writer = KVWriter(store, allowance, after=paces.save)
+        tail = TailLog(store, own, allowance)
+        return Tier(store, Keeper(store, writer, layout), KVReader(store, layout, paces), writer, tail, layout, paces)
 
 
 def opened(settings: Settings, faults: Spec, model: Path, device: str | None = None) -> Opening | None:

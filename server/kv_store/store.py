@@ -180,12 +180,19 @@ class Store:
         self.counts.written_bytes += size
         self.counts.write_seconds += time.perf_counter() - began
 
-    def _write_out(self, path: Path, buffers: Sequence[Buffer]) -> None:
+    def append(self, path: Path, buffers: Sequence[Buffer]) -> None:
+        """Write behind what is in a file of the folder that isn't found by what it stands for. Raises OSError."""
+        began = time.perf_counter()
+        self._write_out(path, buffers, os.O_APPEND)
+        self.counts.written_bytes += sum(memoryview(buffer).nbytes for buffer in buffers)
+        self.counts.write_seconds += time.perf_counter() - began
+
+    def _write_out(self, path: Path, buffers: Sequence[Buffer], mode: int = os.O_TRUNC) -> None:
         if self._disk.is_full or self._is_nearly_full():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if not path.parent.is_dir():  # it was cleared meanwhile
             folder.prepare(path.parent)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | mode | os.O_CLOEXEC, FILE_MODE)
         with open(file, "wb", buffering=0) as stream:
             for buffer in buffers:
                 view = memoryview(buffer).cast("B")

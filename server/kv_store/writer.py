@@ -44,6 +44,10 @@ class Allowance:
         self._then = now
         return self._left
 
+    def is_ample(self, share: float) -> bool:
+        """Whether more than this share of what may be written at once is left."""
+        return self.left > share * self._most
+
     def spend(self, size: int) -> None:
         self._left = self.left - size
 
@@ -74,7 +78,7 @@ class KVWriter:
     def __init__(
         self,
         store: Store,
-        hourly: int,
+        allowance: Allowance,
         clock: Callable[[], float] = time.monotonic,
         after: Callable[[], object] = lambda: None,
     ) -> None:
@@ -82,7 +86,7 @@ class KVWriter:
         self._store = store
         self._after = after
         self._clock = clock
-        self._allowance = Allowance(hourly, clock)
+        self._allowance = allowance
         self._waiting: deque[tuple[Entry, QueuedFile]] = deque()
         self._queued = 0  # bytes
         self._resumes_at = -1.0

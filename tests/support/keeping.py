@@ -12,7 +12,7 @@ from server.kv_store.keeper import Keeper
 from server.kv_store.reader import KVReader
 from server.kv_store.store import Store
 from server.kv_store.trial import learn
-from server.kv_store.writer import KVWriter
+from server.kv_store.writer import Allowance, KVWriter
 
 AMPLE = 1 << 40
 PATIENCE = 20.0
@@ -25,7 +25,7 @@ class Kept:
         self.model = model
         self.layout = layout or learn(model, batches=batches)
         self.store = Store(home, digest(name, self.layout.digest()), self.layout.everything, limit, disk)
-        self.writer = KVWriter(self.store, hourly)
+        self.writer = KVWriter(self.store, Allowance(hourly))
         self.keeper = Keeper(self.store, self.writer, self.layout)
         self.reader = KVReader(self.store, self.layout)
 

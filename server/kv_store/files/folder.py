@@ -7,6 +7,7 @@ clears. Only the holder of the lock writes, and the system frees it with its pro
     FOLDER/<root>/model.json       which model, in words
     FOLDER/<root>/paces.json       how fast its caches and its prompts are read
     FOLDER/<root>/<name>.kv        pieces and states, as `record` has them
+    FOLDER/<root>/tail.<n>.log     the newest positions of live rows, as `tail_log` has them
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SUFFIX = ".kv"
 LOCK = "lock"
 ABOUT = "model.json"
 PACES = "paces.json"
+TAIL = "tail.*.log"
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
@@ -221,8 +223,8 @@ def clear(folder: Path) -> int:
         size += found.size
     sweep(folder)
     for model in _models(folder):
-        for name in (ABOUT, PACES):
-            (model / name).unlink(missing_ok=True)
+        for path in [model / ABOUT, model / PACES, *model.glob(TAIL)]:
+            path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # something else lies there
             model.rmdir()
     return size

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -93,7 +93,17 @@ class Head(msgspec.Struct, frozen=True):
         return [tensor for part in self.parts for tensor in part.tensors]
 
 
-def pack(head: Head, data: Iterable[Buffer]) -> list[Buffer]:
+class Described(Protocol):
+    """A head: it names the form of each array behind it."""
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+
+H = TypeVar("H", bound=Described)
+
+
+def pack(head: Described, data: Iterable[Buffer]) -> list[Buffer]:
     """Encode a file; returns what is to be written, in order."""
     encoded = msgspec.msgpack.encode(head)
     written: list[Buffer] = [MAGIC + len(encoded).to_bytes(4, "little") + encoded, *data]
@@ -106,6 +116,11 @@ def pack(head: Head, data: Iterable[Buffer]) -> list[Buffer]:
 
 def unpack(raw: Buffer) -> tuple[Head, list[memoryview]]:
     """Decode a whole file; returns its head and each array's bytes. Raises DamagedFile."""
+    return unpack_as(Head, raw)
+
+
+def unpack_as(kind: type[H], raw: Buffer) -> tuple[H, list[memoryview]]:
+    """The same of one with another head."""
     view = memoryview(raw)
     if len(view) < len(MAGIC) + 8:
         raise DamagedFile("format", "cut off")
@@ -115,15 +130,15 @@ def unpack(raw: Buffer) -> tuple[Head, list[memoryview]]:
     length = int.from_bytes(view[len(MAGIC) : first], "little")
     if view[: len(MAGIC)] != MAGIC or first + length > min(len(view) - 4, LONGEST_HEAD):
         raise DamagedFile("format", "no file of this kind")
-    return _decoded(view[first : first + length], view[first + length : -4])
+    return _decoded(view[first : first + length], view[first + length : -4], kind)
 
 
-def _decoded(encoded: memoryview, payload: memoryview) -> tuple[Head, list[memoryview]]:
+def _decoded(encoded: memoryview, payload: memoryview, kind: type[H]) -> tuple[H, list[memoryview]]:
     try:
         version = msgspec.msgpack.decode(encoded)["version"]
         if version != VERSION:
             raise DamagedFile("version", str(version))
-        head = msgspec.msgpack.decode(encoded, type=Head)
+        head = msgspec.msgpack.decode(encoded, type=kind)
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
         raise DamagedFile("format", str(error)) from None
     return head, _cut(payload, [tensor.nbytes for tensor in head.tensors])

@@ -1,0 +1,176 @@
+"""Which rows' newest positions are logged, and with which steps.
+
+Owns how far each row is logged, the copies under way and the budget of time for them. Runs in the engine process's main
+thread. Pieces are written now and then, since each is a file; the log takes what has come since, so that a death costs
+a few tokens of each row. Only a row whose caches all grow by positions can go on from those alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+
+import mlx.core as mx
+
+from server.batching import Batch
+from server.cache_guard import Caches
+from server.compute.rows import Row
+from server.kv_store.copies import CacheSource, RowCopy
+from server.kv_store.files.keys import KeyChain
+from server.kv_store.files.tail_log import RowSpan
+from server.kv_store.layout import Layout
+from server.kv_store.newest import forms, has_newest, newest, on_host
+from server.kv_store.opening import Tier
+from server.kv_store.tail_log import TailRecord
+
+MOST = 64  # positions that one record has of each row
+FIRST = 8  # tokens after which a row is logged: most of what is answered sooner is never resumed
+SHORT = 256  # tokens that may be logged of a row of which no piece is written yet
+SHARE = 0.015  # of the engine's time that records may take
+MOST_CREDIT = 0.01  # seconds of that which may be saved up
+
+
+@dataclass(slots=True)
+class LoggedRow:
+    """How far one row is logged or in pieces; `end` is None until there is anything of it."""
+
+    chain: KeyChain
+    first: int = 0  # tokens held when it was first seen decoding
+    end: int | None = None
+
+
+@dataclass(slots=True)
+class Copy:
+    """Positions of a batch that a step was submitted with, and which of them each row has."""
+
+    data: mx.array
+    positions: int
+    seqs: list[int]  # the batch's rows, in its own list: another one after any change
+    spans: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # by row: its place, start and end
+
+
+class Tail:
+    """Owned by the checkpoints."""
+
+    def __init__(self, batches: Mapping[int, Batch], clock: Callable[[], float] = monotonic) -> None:
+        self._batches = batches
+        self._clock = clock
+        self._rows: dict[int, LoggedRow] = {}
+        self._submitted: dict[int, Copy] = {}  # by batch, in this iteration
+        self._copied: list[Copy] = []  # in the one before
+        self._credit = MOST_CREDIT
+        self._then = clock()
+
+    # ------------------------------------------------------------ rows
+    def begin(self, row: Row, chain: KeyChain) -> None:
+        """A row comes."""
+        self._rows[row.seq] = LoggedRow(chain)
+
+    def saved(self, seq: int, length: int, tier: Tier) -> None:
+        """Pieces hold the first `length` tokens of a row."""
+        logged = self._rows.get(seq)
+        if logged is not None and length >= (logged.end or 0):
+            logged.end = length
+            tier.tail.release(seq)
+
+    def forget(self, seq: int, tier: Tier | None) -> None:
+        """A row has left."""
+        self._rows.pop(seq, None)
+        if tier is not None:
+            tier.tail.release(seq)
+
+    # ------------------------------------------------------------ a step
+    def positions(self, number: int, tier: Tier) -> int:
+        """How many positions of each of its rows the next step of a batch is to copy; 0 for none."""
+        batch = self._batches[number]
+        if self._credit <= 0 or not tier.tail.takes or not has_newest(tier.layout, len(batch)):
+            return 0
+        return max((lacking for row in batch.rows if (lacking := self._lacking(batch, row)) <= MOST), default=0)
+
+    def _lacking(self, batch: Batch, row: Row) -> int:
+        """Positions that a row will have after a step beyond those logged; more than any record takes for none."""
+        logged = self._rows.get(row.seq)
+        if logged is None or logged.end is None:
+            return MOST + 1
+        return batch.held(row) + 1 - logged.end
+
+    def copy(self, number: int, positions: int, caches: Caches, layout: Layout) -> list[mx.array]:
+        """Copy what `positions` has asked for, in the midst of the step; returns what is to be submitted with it."""
+        began = self._clock()
+        batch = self._batches[number]
+        held = batch.held(batch.rows[0]) + 1
+        data = newest(layout, caches, positions, held, len(batch))
+        self._submitted[number] = Copy(data, positions, batch.seqs)
+        self._credit -= self._clock() - began
+        return [data]
+
+    # ------------------------------------------------------------ behind the steps
+    def take(self, tier: Tier) -> None:
+        """Log what the iteration before has copied; of what this one has, note what it is."""
+        began = self._clock()
+        self._credit = min(MOST_CREDIT, self._credit + SHARE * (began - self._then))
+        self._then = began
+        if not (self._copied or self._submitted):
+            return
+        for batch in self._batches.values():
+            batch.flush()
+        for copied in self._copied:
+            self._log(tier, copied)
+        self._copied = [self._noted(number, copied) for number, copied in self._submitted.items()]
+        self._submitted.clear()
+        self._credit -= self._clock() - began
+
+    def _noted(self, number: int, copied: Copy) -> Copy:
+        batch = self._batches.get(number)
+        if batch is not None and batch.seqs is copied.seqs:
+            for place, row in enumerate(batch.rows):
+                self._note(copied, place, row.seq, batch.held(row))
+        return copied
+
+    def _note(self, copied: Copy, place: int, seq: int, held: int) -> None:
+        logged = self._rows.get(seq)
+        if logged is not None and logged.end is not None and 0 < held - logged.end <= copied.positions:
+            copied.spans[seq] = (place, logged.end, held)
+            logged.end = held
+
+    def _log(self, tier: Tier, copied: Copy) -> None:
+        spans = {seq: self._span(seq, *found) for seq, found in copied.spans.items() if seq in self._rows}
+        if spans:
+            parts = forms(tier.layout, copied.positions, len(copied.seqs))
+            tier.tail.append(TailRecord(spans, parts, (on_host(copied.data),)))
+
+    def _span(self, seq: int, place: int, start: int, end: int) -> RowSpan:
+        chain = self._rows[seq].chain
+        return RowSpan(place, start, end, chain.key(start), chain.key(end), tuple(chain.tokens[start:end]))
+
+    # ------------------------------------------------------------ a row's first
+    def admit(self, tier: Tier) -> None:
+        """Log all of rows that are short and have decoded a little; of those that aren't a piece comes first."""
+        for batch in self._batches.values():
+            if has_newest(tier.layout, len(batch)):
+                for place, row in enumerate(batch.rows):
+                    if self._credit > 0 and tier.tail.takes:
+                        self._admit(tier, batch, place, row)
+
+    def _admit(self, tier: Tier, batch: Batch, place: int, row: Row) -> None:
+        logged = self._rows.get(row.seq)
+        if logged is None or logged.end is not None:
+            return
+        held = batch.held(row)
+        logged.first = logged.first or held
+        if held - logged.first < FIRST and row.produced < FIRST:
+            return
+        began = self._clock()
+        batch.flush()
+        start = tier.store.reach(logged.chain, held, tier.layout.everything)
+        if held - start > SHORT:
+            return
+        source = CacheSource(batch.caches, held, place if len(batch) > 1 else None)
+        (content,) = RowCopy(tier.layout, source).pieces([(start, held)])
+        span = RowSpan(
+            0, start, held, logged.chain.key(start), logged.chain.key(held), tuple(logged.chain.tokens[start:held])
+        )
+        tier.tail.append(TailRecord({row.seq: span}, content.parts, content.data))
+        logged.end = held
+        self._credit -= self._clock() - began
