@@ -79,10 +79,19 @@ class Batch:
         """Return the output tokens of one of my rows that were delivered."""
         return row.produced + len(self._history)
 
+    def place(self, row: Row) -> int | None:
+        """Return where in merged caches one of my rows is; None if the caches are its own."""
+        if len(self.rows) > 1:
+            return self.rows.index(row)
+        return None
+
     def held_tokens(self, row: Row) -> list[int]:
         """Return the tokens that one of my rows' caches hold: all but the last if no forward pass has taken that in."""
         self.flush()
-        return row.tokens[: self.held(row)]
+        held = self.held(row)
+        if held == row.length:
+            return row.tokens
+        return row.tokens[:held]
 
     def held(self, row: Row) -> int:
         """Return how many tokens one of my rows' caches hold."""

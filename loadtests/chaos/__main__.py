@@ -58,6 +58,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=harness.ROOT / "results", help="folder of the logs")
     parser.add_argument("--models", type=Path, help="folder of the models; default: the folder `tiny` in --out")
     parser.add_argument("--quick", action="store_true", help="a few of each: shows that it works, proves little")
+    parser.add_argument(
+        "--kv-disk", default="0", help="of the servers: with KV on disk no more than 2 %% of the tokens are recomputed"
+    )
     parser.add_argument("--seed", type=int, default=None, help="of the moments; default: another one each time")
     return parser.parse_args(arguments)
 
@@ -97,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mode in modes:
         for name in asked.model or MODELS.get(mode, ["llama"]):
             model = obtain(name, asked.models or asked.out / "tiny")
-            scenario = Scenario(mode, model, asked.out / "logs", asked.quick, random.Random(f"{seed} {mode} {name}"))
+            rng = random.Random(f"{seed} {mode} {name}")
+            scenario = Scenario(mode, model, asked.out / "logs", asked.quick, rng, asked.kv_disk)
             began = monotonic()
             findings = asyncio.run(play(scenario))
             show(scenario, findings, monotonic() - began)

@@ -77,6 +77,7 @@ class Scenario:
     logs: Path
     quick: bool
     rng: random.Random
+    kv_disk: str = "0"
     left: list[str] = field(default_factory=list)  # what servers left behind
     servers: int = 0
 
@@ -90,7 +91,13 @@ class Scenario:
     @contextlib.contextmanager
     def server(self, **options: object) -> Iterator[Server]:
         """A server that is ready; when it ends it must end well and leave no process."""
-        common: dict[str, object] = {"access_log": "off", "keepalive_seconds": 1, "max_rows": 8}
+        common: dict[str, object] = {
+            "access_log": "off",
+            "keepalive_seconds": 1,
+            "max_rows": 8,
+            "kv_disk": self.kv_disk,
+            "kv_disk_folder": self.logs / f"kv-{self.mode}-{self.model.name}",
+        }
         with harness.marathon(self.model, self.log_path(), **(common | options)) as server:
             yield server
             if server.process.poll() is None:

@@ -216,8 +216,8 @@ class Checkpoints:
         self._then = now
         if self._iteration % LOOK_EVERY == 0:
             self._save_due(tier)
-            self._tail.admit(tier)
         self._tail.take(tier)
+        self._tail.admit(tier)
 
     def newest(self, batch: int) -> int:
         """How many of the newest positions the next step of a batch is to copy."""
@@ -289,10 +289,8 @@ class Checkpoints:
         return self._snapshot.step_seconds.get("prefill", 0.0) / self._tokens_read
 
     def _of_batch(self, batch: Batch, row: Row) -> CacheSource:
-        place = None
-        if len(batch) > 1:
-            place = batch.rows.index(row)
-        return CacheSource(batch.caches, len(batch.held_tokens(row)), place)
+        batch.flush()  # the saved positions are named by the tokens
+        return CacheSource(batch.caches, batch.held(row), batch.place(row))
 
     def _save(self, tier: Tier, seq: int, source: CacheSource, seconds: float, *, lasting: bool = False) -> None:
         live = self._live[seq]

@@ -18,26 +18,28 @@ from server.cache_guard import Caches
 from server.compute.rows import Row
 from server.kv_store.copies import CacheSource, RowCopy
 from server.kv_store.files.keys import KeyChain
-from server.kv_store.files.tail_log import RowSpan
+from server.kv_store.files.tail_log import RowBase, RowSpan
 from server.kv_store.layout import Layout
 from server.kv_store.newest import forms, has_newest, newest, on_host
 from server.kv_store.opening import Tier
 from server.kv_store.tail_log import TailRecord
 
 MOST = 64  # positions that one record has of each row
-FIRST = 8  # tokens after which a row is logged: most of what is answered sooner is never resumed
-SHORT = 256  # tokens that may be logged of a row of which no piece is written yet
+FIRST = 2  # tokens after which a row is logged: an answer of one token is never resumed
+SHORT = 512  # tokens that may be logged of a row of which no piece is written yet, if they take
+SHORT_BYTES = 8 << 20  # no more than this; of others a piece comes first
 SHARE = 0.015  # of the engine's time that records may take
 MOST_CREDIT = 0.01  # seconds of that which may be saved up
 
 
 @dataclass(slots=True)
 class LoggedRow:
-    """How far one row is logged or in pieces; `end` is None until there is anything of it."""
+    """How far one row is logged or in pieces; `end` is None until there is anything of it. `is_based`: whether a record
+    says what the next one builds upon."""
 
     chain: KeyChain
-    first: int = 0  # tokens held when it was first seen decoding
     end: int | None = None
+    is_based: bool = False
 
 
 @dataclass(slots=True)
@@ -57,6 +59,7 @@ class Tail:
         self._batches = batches
         self._clock = clock
         self._rows: dict[int, LoggedRow] = {}
+        self._new: set[int] = set()  # rows of which nothing is logged
         self._submitted: dict[int, Copy] = {}  # by batch, in this iteration
         self._copied: list[Copy] = []  # in the one before
         self._credit = MOST_CREDIT
@@ -66,17 +69,23 @@ class Tail:
     def begin(self, row: Row, chain: KeyChain) -> None:
         """A row comes."""
         self._rows[row.seq] = LoggedRow(chain)
+        self._new.add(row.seq)
 
     def saved(self, seq: int, length: int, tier: Tier) -> None:
         """Pieces hold the first `length` tokens of a row."""
         logged = self._rows.get(seq)
         if logged is not None and length >= (logged.end or 0):
             logged.end = length
+            logged.is_based = False
+            for copied in self._copied:
+                copied.spans.pop(seq, None)
+            self._new.discard(seq)
             tier.tail.release(seq)
 
     def forget(self, seq: int, tier: Tier | None) -> None:
         """A row has left."""
         self._rows.pop(seq, None)
+        self._new.discard(seq)
         if tier is not None:
             tier.tail.release(seq)
 
@@ -135,42 +144,48 @@ class Tail:
             logged.end = held
 
     def _log(self, tier: Tier, copied: Copy) -> None:
-        spans = {seq: self._span(seq, *found) for seq, found in copied.spans.items() if seq in self._rows}
+        spans = tuple(self._span(seq, *found) for seq, found in copied.spans.items() if seq in self._rows)
         if spans:
             parts = forms(tier.layout, copied.positions, len(copied.seqs))
             tier.tail.append(TailRecord(spans, parts, (on_host(copied.data),)))
 
     def _span(self, seq: int, place: int, start: int, end: int) -> RowSpan:
-        chain = self._rows[seq].chain
-        return RowSpan(place, start, end, chain.key(start), chain.key(end), tuple(chain.tokens[start:end]))
+        logged = self._rows[seq]
+        base = None
+        if not logged.is_based:
+            border, ids = logged.chain.border(start)
+            base = RowBase(border, tuple(ids))
+            logged.is_based = True
+        return RowSpan(seq, place, start, tuple(logged.chain.tokens[start:end]), base)
 
-    # ------------------------------------------------------------ a row's first
+    # ------------------------------------------------------------ a row's first record
     def admit(self, tier: Tier) -> None:
-        """Log all of rows that are short and have decoded a little; of those that aren't a piece comes first."""
+        """Log all of rows that have just begun to decode, of those that are short."""
+        if not self._new:
+            return
         for batch in self._batches.values():
-            if has_newest(tier.layout, len(batch)):
-                for place, row in enumerate(batch.rows):
-                    if self._credit > 0 and tier.tail.takes:
-                        self._admit(tier, batch, place, row)
+            for row in batch.rows:
+                if row.seq in self._new and batch.produced(row) >= FIRST and self._credit > 0 and tier.tail.takes:
+                    self._admit(tier, batch, row)
 
-    def _admit(self, tier: Tier, batch: Batch, place: int, row: Row) -> None:
-        logged = self._rows.get(row.seq)
-        if logged is None or logged.end is not None:
-            return
-        held = batch.held(row)
-        logged.first = logged.first or held
-        if held - logged.first < FIRST and row.produced < FIRST:
-            return
+    def _admit(self, tier: Tier, batch: Batch, row: Row) -> None:
         began = self._clock()
+        self._new.discard(row.seq)
         batch.flush()
+        logged = self._rows[row.seq]
+        held = batch.held(row)
         start = tier.store.reach(logged.chain, held, tier.layout.everything)
-        if held - start > SHORT:
-            return
-        source = CacheSource(batch.caches, held, place if len(batch) > 1 else None)
-        (content,) = RowCopy(tier.layout, source).pieces([(start, held)])
-        span = RowSpan(
-            0, start, held, logged.chain.key(start), logged.chain.key(held), tuple(logged.chain.tokens[start:held])
-        )
-        tier.tail.append(TailRecord({row.seq: span}, content.parts, content.data))
-        logged.end = held
+        if self._is_short(tier.layout, held - start) and has_newest(tier.layout, len(batch)):
+            if held > start:
+                self._log_first(tier, CacheSource(batch.caches, held, batch.place(row)), row.seq, start)
+            logged.end = held
         self._credit -= self._clock() - began
+
+    @staticmethod
+    def _is_short(layout: Layout, tokens: int) -> bool:
+        return tokens <= min(SHORT, SHORT_BYTES // max(1, layout.position_bytes))
+
+    def _log_first(self, tier: Tier, source: CacheSource, seq: int, start: int) -> None:
+        (content,) = RowCopy(tier.layout, source).pieces([(start, source.held)])
+        span = self._span(seq, 0, start, source.held)
+        tier.tail.append(TailRecord((span,), content.parts, content.data))

@@ -88,6 +88,11 @@ class Layout:
         """A bit for each cache."""
         return (1 << len(self.parts)) - 1
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes that a position takes in the caches that grow."""
+        return sum(part.position_bytes for part in self.parts)
+
     def digest(self) -> bytes:
         """Kinds, dtypes and shapes; how a merged cache is read doesn't count."""
         return digest(msgspec.msgpack.encode([_described(part) for part in self.parts]))

@@ -29,9 +29,9 @@ log = logging.getLogger("marathon.engine")
 
 @dataclass(frozen=True, slots=True)
 class TailRecord:
-    """The newest positions of some rows of a batch, as copied; the rows by their numbers."""
+    """The newest positions of some rows of a batch, as copied."""
 
-    rows: dict[int, RowSpan]
+    rows: tuple[RowSpan, ...]
     parts: tuple[PartHead, ...]
     data: tuple[bytes, ...]
 
@@ -76,7 +76,7 @@ class TailLog:
             self._older.append(self._segment)
             self._segment = _Segment(tail_log.segment(self._folder, time.time_ns()))
         self._segment.size += record.size
-        self._segment.rows.update(record.rows)
+        self._segment.rows.update(row.seq for row in record.rows)
         self._offered += record.size
         self._allowance.spend(record.size)
         self._jobs.put((self._segment.path, record))
@@ -114,7 +114,7 @@ class TailLog:
             self._written += record.size
 
     def _write(self, path: Path, record: TailRecord) -> None:
-        described = tail_log.head(self._store.root, list(record.rows.values()), record.parts)
+        described = tail_log.head(self._store.root, record.rows, record.parts)
         try:
             self._store.append(path, tail_log.packed(described, record.data))
         except OSError as error:

@@ -1,13 +1,12 @@
 """Makes pieces of the newest positions that an engine before this one has logged.
 
-Owns nothing. Runs once, in the thread that opens the store, before any row asks for its caches. The records of a row
-are links from one prefix to the next. Those behind the last piece of a row become one piece more, and the log goes.
+Owns nothing. Runs once, in the thread that opens the store, before any row asks for its caches. What a row's
+records have behind its last piece becomes one piece more, and the log goes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,9 @@ import numpy as np
 from server.errors import one_line
 from server.kv_store.files import tail_log
 from server.kv_store.files.folder import Name
-from server.kv_store.files.record import ITEM_BYTES, VERSION, Head, PartHead, Tensor
-from server.kv_store.files.tail_log import RowSpan, TailHead
+from server.kv_store.files.keys import KeyChain
+from server.kv_store.files.record import ITEM_BYTES, VERSION, DamagedFile, Head, PartHead, Tensor
+from server.kv_store.files.tail_log import RowBase, RowSpan, TailHead
 from server.kv_store.layout import Layout
 from server.kv_store.store import Store
 
@@ -39,7 +39,7 @@ class _Link:
 
     def _cut(self, whole: np.ndarray, axis: int) -> np.ndarray:
         last = whole.shape[axis]
-        wanted = (slice(None),) * axis + (slice(last - (self.span.end - self.span.start), last),)
+        wanted = (slice(None),) * axis + (slice(last - len(self.span.ids), last),)
         return whole[self.span.place : self.span.place + 1][wanted]
 
 
@@ -47,57 +47,86 @@ def _shaped(data: memoryview, tensor: Tensor) -> np.ndarray:
     return np.frombuffer(data, np.dtype(f"u{ITEM_BYTES[tensor.dtype]}")).reshape(tensor.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What one row has read behind a piece, record by record."""
+
+    start: int
+    base: RowBase
+    links: list[_Link]
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for link in self.links for token in link.span.ids]
+
+    def key(self, length: int) -> bytes:
+        """Name the first `length` of the row's ids, of those from its start on."""
+        chain = KeyChain(self.base.border, [*self.base.ids, *self.ids])
+        return chain.key(length - self.start + len(self.base.ids))
+
+    @property
+    def end(self) -> int:
+        return self.links[-1].span.end
+
+
 def recover(store: Store, layout: Layout, folder: Path) -> int:
     """Write what the log has beyond the pieces, and remove it; returns the rows that are further now."""
     found = tail_log.segments(folder)
     written = 0
     try:
-        written = sum(_write(store, layout, way) for way in _ways(store, layout.everything, found))
-    except (OSError, ValueError, IndexError) as error:  # a record may be whole and say anything
+        written = sum(_write_first(store, layout, ways) for ways in _ways(store.root, found).values())
+    except (OSError, ValueError, IndexError, DamagedFile) as error:  # a record may be whole and say anything
         log.warning("the newest positions that were logged are read by prefill instead: %s", one_line(error))
     for path in found:
         path.unlink(missing_ok=True)
     return written
 
 
-def _ways(store: Store, parts: int, segments: list[Path]) -> Iterator[list[_Link]]:
-    """For each row the links that lead from the end of a piece to its newest position."""
-    links = {link.span.key: link for link in _links(store.root, segments)}
-    inner = {link.span.origin for link in links.values()}
-    for key, link in links.items():
-        if key in inner or store.has_end(key, parts):
-            continue
-        way = [link]
-        while not store.has_end(way[0].span.origin, parts) and way[0].span.origin in links:
-            way.insert(0, links[way[0].span.origin])
-        if store.has_end(way[0].span.origin, parts):
-            yield way
-
-
-def _links(root: bytes, segments: list[Path]) -> Iterator[_Link]:
+def _ways(root: bytes, segments: list[Path]) -> dict[int, list[_Way]]:
+    """What was logged of each row, the newest first: one behind each piece that was written meanwhile."""
+    ways: dict[int, list[_Way]] = {}
     for path in segments:
         for described, data in tail_log.unpacked(path.read_bytes()):
             if described.root == root:
-                yield from (_Link(span, described, data) for span in described.rows)
+                for span in described.rows:
+                    _add(ways.setdefault(span.seq, []), _Link(span, described, data))
+    return ways
 
 
-def _write(store: Store, layout: Layout, way: list[_Link]) -> bool:
+def _add(ways: list[_Way], link: _Link) -> None:
+    """A record that was left out breaks a row's way, which ends there."""
+    if link.span.base is not None:
+        ways.insert(0, _Way(link.span.start, link.span.base, [link]))
+    elif ways and ways[0].end == link.span.start:
+        ways[0].links.append(link)
+
+
+def _write_first(store: Store, layout: Layout, ways: list[_Way]) -> bool:
+    """Write the newest of a row's ways that begins where a piece ends, or where the row does; whether it is new."""
+    for way in ways:
+        if store.has_end(way.key(way.start), layout.everything):
+            return _write(store, layout, way)
+    return False
+
+
+def _write(store: Store, layout: Layout, way: _Way) -> bool:
     """Write a row's links as one piece; whether it wasn't there."""
-    first, last = way[0].span, way[-1].span
+    key = way.key(way.end)
     leaves = [leaf for part in layout.parts for leaf in part.leaves]
     axes = [leaf.axis for leaf in leaves]
-    arrays = [np.concatenate(own, axis) for *own, axis in zip(*(link.arrays(axes) for link in way), axes, strict=True)]
+    columns = zip(*(link.arrays(axes) for link in way.links), strict=True)
+    arrays = [np.concatenate(column, axis) for column, axis in zip(columns, axes, strict=True)]
     piece = Head(
         version=VERSION,
         root=store.root,
         kind="piece",
-        start=first.start,
-        end=last.end,
-        key=last.key,
-        ids=tuple(token for link in way for token in link.span.ids),
-        parts=_parts(layout, last.end - first.start),
+        start=way.start,
+        end=way.end,
+        key=key,
+        ids=tuple(way.ids),
+        parts=_parts(layout, way.end - way.start),
     )
-    name = Name("piece", first.start, last.end, first.origin, last.key, layout.everything)
+    name = Name("piece", way.start, way.end, way.key(way.start), key, layout.everything)
     entry = store.expect(name, sum(array.nbytes for array in arrays))
     if entry is None:
         return False

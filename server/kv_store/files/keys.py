@@ -45,3 +45,8 @@ class KeyChain:
         if not rest:
             return self._borders[whole]
         return digest(self._borders[whole], packed_ids(self.tokens[whole * BLOCK : length]))
+
+    def border(self, length: int) -> tuple[bytes, list[int]]:
+        """The name at the last border of a block among the first `length` ids, and the ids since then."""
+        first = length // BLOCK * BLOCK
+        return self.key(first), self.tokens[first:length]

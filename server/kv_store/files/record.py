@@ -93,17 +93,17 @@ class Head(msgspec.Struct, frozen=True):
         return [tensor for part in self.parts for tensor in part.tensors]
 
 
-class Described(Protocol):
+class HeadForm(Protocol):
     """A head: it names the form of each array behind it."""
 
     @property
     def tensors(self) -> list[Tensor]: ...
 
 
-H = TypeVar("H", bound=Described)
+H = TypeVar("H", bound=HeadForm)
 
 
-def pack(head: Described, data: Iterable[Buffer]) -> list[Buffer]:
+def pack(head: HeadForm, data: Iterable[Buffer]) -> list[Buffer]:
     """Encode a file; returns what is to be written, in order."""
     encoded = msgspec.msgpack.encode(head)
     written: list[Buffer] = [MAGIC + len(encoded).to_bytes(4, "little") + encoded, *data]

@@ -23,16 +23,31 @@ from server.kv_store.files.record import VERSION, Buffer, DamagedFile, PartHead,
 _LENGTH_BYTES = 4
 
 
-class RowSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Which of its positions a row has in a record: from `start` to `end`, the last ones there. `origin` and `key`: the
-    names of the prefixes that end there; `place`: the row's own in the arrays."""
+class RowBase(msgspec.Struct, frozen=True, array_like=True):
+    """What a row's first record builds upon: the key at the last border of a block, and the ids since then."""
 
+    border: bytes
+    ids: tuple[int, ...]
+
+
+class RowSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Which of its positions a row has in a record: as many as ids, from `start` on, the last ones there.
+
+    Attributes:
+        seq: the row's number in its engine.
+        place: its place in the arrays.
+        base: of its first record, and of the first one behind a piece.
+    """
+
+    seq: int
     place: int
     start: int
-    end: int
-    origin: bytes
-    key: bytes
     ids: tuple[int, ...]
+    base: RowBase | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
 
 
 class TailHead(msgspec.Struct, frozen=True):

@@ -1,0 +1,240 @@
+"""The newest positions of rows, logged with their steps: they come back bit for bit, and what is damaged never does."""
+
+import random
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from driving import Rig, prompt, row
+from keeping import AMPLE, PATIENCE, kept
+
+from server.cache_guard import cache_arrays
+from server.engine.tail import MOST, Tail
+from server.kv_store.files import tail_log
+from server.kv_store.files.keys import BLOCK, KeyChain
+from server.kv_store.newest import has_newest
+from server.kv_store.store import Disk
+from server.kv_store.tail_log import TailLog
+from server.kv_store.tail_recovery import recover
+from server.kv_store.writer import Allowance
+
+
+class Logging:
+    """One batch whose rows are logged, in a folder that outlives it."""
+
+    def __init__(self, disk, folder, rig, *rows, hourly=AMPLE):
+        self.folder = folder
+        self.log = TailLog(disk.store, folder, Allowance(hourly))
+        self.tier = SimpleNamespace(tail=self.log, store=disk.store, layout=disk.layout)
+        self.batch = rig.batch()
+        rig.join(self.batch, *rig.read(*rows))
+        self.tail = Tail({1: self.batch}, clock=lambda: 0.0)
+        for one in rows:
+            self.tail.begin(one, KeyChain(disk.store.root, one.tokens))
+
+    def step(self, count=1, *, every=1):
+        for i in range(count):
+            positions = 0
+            if i % every == 0:
+                positions = self.tail.positions(1, self.tier)
+            if positions:
+                self.batch.step(lambda caches: self.tail.copy(1, positions, caches, self.tier.layout))  # noqa: B023
+            else:
+                self.batch.step()
+            self.tail.take(self.tier)
+            self.tail.admit(self.tier)
+
+    def crash(self):
+        """End as a killed engine does, once all that was copied is in the file."""
+        assert self.log.flush(PATIENCE)
+        self.log.close(PATIENCE)
+
+
+@contextmanager
+def logging(rig, home, *rows, disk=None, **options):
+    with kept(rig.raw, home, disk=disk) as store:
+        folder = home / store.store.root.hex()
+        one = Logging(store, folder, rig, *rows, **options)
+        yield one
+        one.log.close(PATIENCE)
+
+
+def next_logits(model, caches):
+    logits = model(mx.array([[5]]), cache=caches)[0, -1].astype(mx.float32)
+    mx.eval(logits, cache_arrays(caches))
+    return np.array(logits)
+
+
+# ---------------------------------------------------------------- there and back
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "deepseek_v3"])
+@pytest.mark.parametrize("every", [1, 5])
+def test_all_rows_of_a_batch_come_back_bit_for_bit_from_the_log(family, every, tmp_path):
+    rig = Rig(family)
+    rows = [row(1, prompt(BLOCK - 8), max_tokens=99), row(2, prompt(20), max_tokens=99), row(3, [7], max_tokens=99)]
+    with logging(rig, tmp_path, *rows) as live:
+        live.step(31, every=every)
+        live.crash()
+        held = [list(live.batch.held_tokens(one)) for one in rows]
+        caches = [live.batch.single_caches(place) for place in range(3)]
+    with kept(rig.raw, tmp_path) as disk:
+        assert recover(disk.store, disk.layout, live.folder) == 3
+        for tokens, own in zip(held, caches, strict=True):
+            found, length = disk.read([*tokens, 1])
+            assert len(tokens) - 2 * every - 1 <= length <= len(tokens)
+            rest = tokens[length:]
+            if rest:
+                rig.raw(mx.array([rest]), cache=found)
+            tolerance = 1e-4 if rest else 0.0
+            assert np.allclose(next_logits(rig.raw, found), next_logits(rig.raw, own), tolerance, tolerance)
+
+
+def test_a_lone_row_comes_back_and_so_does_one_that_was_joined_by_another(tmp_path):
+    rig = Rig("llama")
+    first, second = row(1, prompt(30), max_tokens=99), row(2, prompt(60), max_tokens=99)
+    with logging(rig, tmp_path, first) as live:
+        live.step(10)
+        live.tail.begin(second, KeyChain(live.tier.store.root, second.tokens))
+        rig.join(live.batch, *rig.read(second))
+        live.step(10)
+        live.batch.leave([first])
+        live.step(10)
+        live.crash()
+        held = list(live.batch.held_tokens(second))
+    with kept(rig.raw, tmp_path) as disk:
+        assert recover(disk.store, disk.layout, live.folder) == 2
+        assert disk.read([*held, 1])[1] >= len(held) - 2
+        assert disk.read([*first.tokens, 1])[1] >= len(first.tokens) - 3
+
+
+def test_a_record_goes_on_where_a_piece_ends(tmp_path):
+    rig = Rig("llama")
+    one = row(1, prompt(2 * BLOCK + 100), max_tokens=200)
+    with kept(rig.raw, tmp_path) as disk:
+        live = Logging(disk, tmp_path / disk.store.root.hex(), rig, one)
+        live.step(12)
+        assert live.log.flush(PATIENCE)
+        assert tail_log.segments(live.folder) == [], "a long prompt is for a piece"
+        progress = disk.keeper.begin(one.tokens)
+        for _ in range(2):
+            held = live.batch.held_tokens(one)
+            disk.save(held, live.batch.caches, progress)
+            live.tail.saved(1, len(held), live.tier)
+            live.step(12)
+        disk.flush()
+        live.crash()
+        held = list(live.batch.held_tokens(one))
+    with kept(rig.raw, tmp_path) as disk:
+        assert recover(disk.store, disk.layout, live.folder) == 1
+        assert disk.read([*held, 1])[1] >= len(held) - 2
+        assert tail_log.segments(live.folder) == []
+
+
+def test_two_rows_of_one_prompt_both_come_back(tmp_path):
+    rig = Rig("llama")
+    rows = [row(seq, prompt(40), max_tokens=99, temperature=1.0, seed=seq) for seq in (1, 2)]
+    with logging(rig, tmp_path, *rows) as live:
+        live.step(20)
+        live.crash()
+        held = [list(live.batch.held_tokens(one)) for one in rows]
+    assert held[0] != held[1]
+    with kept(rig.raw, tmp_path) as disk:
+        recover(disk.store, disk.layout, live.folder)
+        for tokens in held:
+            assert disk.read([*tokens, 1])[1] >= len(tokens) - 2
+
+
+def test_only_rows_that_can_go_on_from_positions_alone_are_logged(tmp_path):
+    for family, expected in {"llama": True, "qwen3_5": False, "gemma3_text": False, "mamba2": False}.items():
+        with kept(Rig(family).raw, tmp_path / family) as disk:
+            assert has_newest(disk.layout, 1) is has_newest(disk.layout, 4) is expected, family
+
+
+# ---------------------------------------------------------------- never wrong
+def test_damaged_and_cut_logs_bring_less_and_nothing_wrong(tmp_path):
+    rig = Rig("llama")
+    rows = [row(1, prompt(20), max_tokens=99), row(2, prompt(33, 2), max_tokens=99)]
+    with logging(rig, tmp_path, *rows) as live:
+        live.step(16, every=3)
+        live.crash()
+        held = [list(live.batch.held_tokens(one)) for one in rows]
+    (segment,) = tail_log.segments(live.folder)
+    whole = segment.read_bytes()
+    rng = random.Random(5)
+    lengths = set()
+    for case in range(24):
+        damaged = bytearray(whole)
+        if case % 2:
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        else:
+            del damaged[rng.randrange(len(damaged)) :]
+        home = tmp_path / f"case{case}"
+        folder = home / live.folder.name
+        folder.mkdir(parents=True)
+        (folder / segment.name).write_bytes(damaged)
+        with kept(rig.raw, home, layout=live.tier.layout) as disk:
+            recover(disk.store, disk.layout, folder)
+            for tokens in held:
+                if found := disk.read([*tokens, 1]):
+                    lengths.add(found[1])
+                    (alone,) = rig.read(row(9, tokens[: found[1] + 1], max_tokens=1))
+                    assert np.allclose(next_logits(rig.raw, found[0]), next_logits(rig.raw, alone.caches), 1e-3, 1e-3)
+    assert len(lengths) > 3, "cuts at different places bring different lengths"
+
+
+def test_another_models_log_is_left_alone(tmp_path):
+    rig = Rig("llama")
+    with logging(rig, tmp_path, row(1, prompt(20), max_tokens=99)) as live:
+        live.step(9)
+        live.crash()
+    with kept(rig.raw, tmp_path, name=b"another") as disk:
+        assert recover(disk.store, disk.layout, live.folder) == 0
+        assert disk.store.files == 0
+
+
+# ---------------------------------------------------------------- never in the way
+@pytest.mark.parametrize("disk", [Disk(is_full=True), Disk(bytes_per_second=1000.0)])
+def test_a_disk_that_takes_nothing_costs_no_step(disk, tmp_path):
+    rig = Rig("llama")
+    one = row(1, prompt(20), max_tokens=99)
+    with logging(rig, tmp_path, one, disk=disk) as live:
+        live.step(40)
+        assert live.batch.produced(one) >= 39
+
+
+def test_no_more_is_logged_than_may_be_written_in_an_hour(tmp_path):
+    rig = Rig("llama")
+    with logging(rig, tmp_path, row(1, prompt(20), max_tokens=300), hourly=400_000) as live:
+        live.step(200)
+        live.crash()
+        assert live.tier.store.counts.written_bytes < 100_000
+
+
+def test_segments_go_once_no_row_needs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("server.kv_store.tail_log.SEGMENT_BYTES", 20_000)
+    rig = Rig("llama")
+    one, other = row(1, prompt(20), max_tokens=300), row(2, prompt(30), max_tokens=300)
+    with kept(rig.raw, tmp_path) as disk:
+        live = Logging(disk, tmp_path / disk.store.root.hex(), rig, one, other)
+        live.step(60)
+        assert live.log.flush(PATIENCE)
+        assert len(tail_log.segments(live.folder)) > 3
+        disk.save(live.batch.held_tokens(one), live.batch.caches, row=0)
+        live.tail.saved(1, len(live.batch.held_tokens(one)), live.tier)
+        live.tail.forget(2, live.tier)
+        live.crash()
+        assert len(tail_log.segments(live.folder)) == 1
+
+
+def test_a_row_that_is_too_far_behind_waits_for_a_piece(tmp_path):
+    rig = Rig("llama")
+    one = row(1, prompt(20), max_tokens=300)
+    with logging(rig, tmp_path, one) as live:
+        live.step(5)
+        for _ in range(MOST + 5):
+            live.batch.step()
+        assert live.tail.positions(1, live.tier) == 0
+        live.tail.saved(1, live.batch.held(one), live.tier)
+        live.step(5)
+        assert 0 < live.tail.positions(1, live.tier) <= 2
