@@ -20,6 +20,9 @@ from loadtests import harness
 from loadtests.chaos import deaths, disconnects, enemy, shortage, starts
 from loadtests.chaos.scenario import Findings, Scenario, obtain
 
+WARM = {"kill", "leak", "preempt", "preempt-long"}  # modes in which KV on disk saves nearly all
+RECOMPUTED_SHARE = 0.02
+
 Mode = Callable[[Scenario], Awaitable[Findings]]
 
 MODES: dict[str, Mode] = {
@@ -73,7 +76,16 @@ async def play(scenario: Scenario) -> Findings:
         traceback.print_exc()
         findings = Findings(scenario.mode, problems=[f"{type(error).__name__}: {error}"])
     findings.problems += scenario.left
+    if scenario.kv_disk != "0" and scenario.mode in WARM and not scenario.quick:
+        findings.problems += _recomputed_too_many(findings)
     return findings
+
+
+def _recomputed_too_many(findings: Findings) -> list[str]:
+    share = findings.figures.get("recomputed tokens", 0) / max(1, findings.figures.get("generated tokens", 0))
+    if share <= RECOMPUTED_SHARE:
+        return []
+    return [f"{100 * share:.1f} % of the tokens were recomputed"]
 
 
 def show(scenario: Scenario, findings: Findings, seconds: float) -> None:
