@@ -78,12 +78,12 @@ class Site:
 
 
 @contextmanager
-def observed(model: Path, folder: Path) -> Iterator[Site]:
-    """A running server with streams."""
+def observed(model: Path, folder: Path, **values: object) -> Iterator[Site]:
+    """A running server with streams; `values` are its options with underscores."""
     file, port = folder / "loop", harness.free_port()
     file.write_bytes(bytes(64))
     command = [sys.executable, "-m", "loadtests.pauses.observed_server", str(file), "serve"]
-    chosen = harness.options({"model": model, "port": port, "context": CONTEXT})
+    chosen = harness.options({"model": model, "port": port, "context": CONTEXT, **values})
     server = harness.Server("marathon", [*command, *chosen], port, "/ready", folder / "log")
     try:
         server.wait_ready()

@@ -60,7 +60,7 @@ def test_what_is_asked_for_alone_and_in_an_uneven_batch_is_what_the_plain_loop_g
             together = await asyncio.gather(*[client.post("/v1/completions", json=one) for one in bodies])
             return alone, [answer.json() for answer in together]
 
-    with harness.marathon(tiny("llama"), tmp_path / "log", prefix_cache=0) as server:
+    with harness.marathon(tiny("llama"), tmp_path / "log", prefix_cache=0, spare_engine=False) as server:
         alone, together = asyncio.run(ask(f"http://127.0.0.1:{server.port}"))
     for options, one, other in zip(WISHES, alone, together, strict=True):
         wanted = plain_loop(*options)

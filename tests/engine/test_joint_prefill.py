@@ -1,6 +1,7 @@
 """Prompts are read together where that changes nothing but the time: who goes along, and that the text is the same."""
 
 import copy
+import functools
 import random
 
 import mlx.core as mx
@@ -68,6 +69,16 @@ def read(reading, rows, budget=None, enough=10**6):
 
 
 # ---------------------------------------------------------------- the same text
+@functools.cache
+def burst(family):
+    """(rows of any lengths that have read nothing, what each of them says alone)."""
+    rng = random.Random(family)
+    lengths = [2, 3, 17, 33, 36, 40, 90, 150, 300]
+    rows = [row(seq, prompt(rng.choice(lengths), seq), max_tokens=8) for seq in range(10)]
+    rig = Rig(family)
+    return rows, [rig.alone(one) for one in rows]
+
+
 @pytest.mark.parametrize(("family", "way"), [(f, "padded") for f in PADDED] + [(f, "even") for f in EVEN])
 def test_what_is_read_together_is_what_is_read_alone(family, way, planned):
     """Bursts of any lengths, some of them beyond a window, some on prefixes that were there already. What a pass leaves
@@ -75,9 +86,8 @@ def test_what_is_read_together_is_what_is_read_alone(family, way, planned):
     raw, rig = model(family), Rig(family)
     rng = random.Random(family)
     prefixes = {seq: rng.choice([0, 0, 1, 21]) for seq in range(10)}
-    lengths = [2, 3, 17, 33, 36, 40, 90, 150, 300]
-    rows = [row(seq, prompt(rng.choice(lengths), seq), max_tokens=8) for seq in range(10)]
-    alone = [rig.alone(one) for one in rows]
+    fresh, alone = burst(family)
+    rows = copy.deepcopy(fresh)
     passes, seen = Passes(raw), []
     reading = lane(passes, way, held=lambda one: min(prefixes[one.seq], len(one.tokens) - 1), marks=[37], seen=seen)
     for one in rows:

@@ -45,7 +45,7 @@ PROMPT, CACHED = "marathon_prompt_tokens_total", "marathon_cached_prompt_tokens_
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["llama", "gemma3_text", "qwen3_5"])
 async def client(request: pytest.FixtureRequest, tiny: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Of a server over a real engine: caches that can be trimmed, windows of 32 positions, recurrent states."""
-    settings = load({"model": str(tiny(request.param)), "port": 0, "log_level": "error"})
+    settings = load({"model": str(tiny(request.param)), "port": 0, "log_level": "error", "spare_engine": False})
     served = app.serving(settings)
     server = serve.Server(app.create_app(served), served.supervisor, settings, lambda ready: None)
     (sock,) = listen(settings.host, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from loadtests import harness, zoo
 pytestmark = pytest.mark.slow
 
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<table>"]
+SEEDS = range(3)
 WITHOUT_LOGITS = 1  # the last of them
 TEXTS = ["<|im_end|>", *ADDED, "e\u0301"]
 POINT = {
@@ -52,14 +54,20 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "tokens" / "tokenizer_config.json").write_text(json.dumps(shown | {"chat_template": small.THINKING}))
     rows = 2048 + len(ADDED) - WITHOUT_LOGITS
     model = zoo.write("llama", folder / "model", tokenizer=folder / "tokens", vocab=rows)
-    with harness.marathon(model, folder / "log") as server:
+    with harness.marathon(model, folder / "log", spare_engine=False) as server:
         yield f"http://127.0.0.1:{server.port}"
 
 
-def told(url: str, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False, verify=False) as client:
+        yield client
+
+
+def answered(client: httpx.Client, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
     """Finish, content, reasoning and calls, however they came."""
     if not stream:
-        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        response = client.post("/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
         choice = response.json()["choices"][0]
         message = choice["message"]
@@ -68,7 +76,7 @@ def told(url: str, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
             name: message.get(name) or "" for name in ("content", "reasoning")
         }
     answer: dict[str, Any] = {"finish": None, "content": "", "reasoning": "", "calls": []}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, timeout=60) as response:
+    with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -90,17 +98,21 @@ def _add(answer: dict[str, Any], chunk: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("thinks", [True, False], ids=["thinking", "not thinking"])
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_the_form_holds_streamed_and_plain(url: str, end_of_thought: int, name: str, thinks: bool) -> None:
-    for seed in range(3):
-        body = {
-            "messages": [{"role": "user", "content": "Go on."}],
-            "chat_template_kwargs": {"enable_thinking": thinks},
-            "logit_bias": {str(end_of_thought): 8},  # the model is random: it would think for ever
-            "max_tokens": 200,
-            "seed": seed,
-            **QUESTIONS[name],
-        }
-        plain, streamed = (told(url, body, stream=stream) for stream in (False, True))
+def test_the_form_holds_streamed_and_plain(client: httpx.Client, end_of_thought: int, name: str, thinks: bool) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Go on."}],
+        "chat_template_kwargs": {"enable_thinking": thinks},
+        "logit_bias": {str(end_of_thought): 8},  # the model is random: it would think for ever
+        "max_tokens": 200,
+        **QUESTIONS[name],
+    }
+
+    def ask(seed: int, stream: bool) -> dict[str, Any]:
+        return answered(client, body | {"seed": seed}, stream=stream)
+
+    with ThreadPoolExecutor(2 * len(SEEDS)) as pool:  # rows of one batch
+        asked = [[pool.submit(ask, seed, stream) for stream in (False, True)] for seed in SEEDS]
+    for plain, streamed in ([one.result() for one in pair] for pair in asked):
         assert plain == streamed
         assert thinks or not plain["reasoning"]
         assert plain["finish"] == ("tool_calls" if plain["calls"] else "stop"), "reasoning ends, and so does the form"
@@ -113,7 +125,7 @@ def test_the_form_holds_streamed_and_plain(url: str, end_of_thought: int, name: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_leads_only_to_itself_is_refused_before_the_answer(url: str, stream: bool) -> None:
+def test_a_schema_that_leads_only_to_itself_is_refused_before_the_answer(client: httpx.Client, stream: bool) -> None:
     loop = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "loop", "schema": loop}}
     tool = {"type": "function", "function": {"name": "loop", "parameters": loop}}
@@ -122,6 +134,6 @@ def test_a_schema_that_leads_only_to_itself_is_refused_before_the_answer(url: st
         ({"tools": [tool], "tool_choice": "required"}, "tools[0].function.parameters.properties.a"),
     ):
         body = {"messages": [{"role": "user", "content": "Mark."}], "stream": stream} | asked
-        refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        refused = client.post("/v1/chat/completions", json=body)
         error = refused.json()["error"]
         assert (refused.status_code, error["param"]) == (400, place), error

@@ -55,7 +55,7 @@ def test_no_kind_of_request_holds_the_event_loop(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(pauses, "REST_SECONDS", 0.05)
     chosen = [one for one in worst(SHARE) if one.name.startswith(KINDS)]
     assert len(chosen) == len(KINDS)
-    with pauses.observed(obtain(pauses.MODEL, tmp_path), tmp_path) as site:
+    with pauses.observed(obtain(pauses.MODEL, tmp_path), tmp_path, spare_engine=False) as site:
         idle = site.beside(lambda: time.sleep(0.2))
         for request, found in pauses.measure(site, chosen, idle):
             assert found.held < GENEROUS, request.name

@@ -12,7 +12,7 @@ COUNT = 4
 
 
 def test_random_schemas_are_followed_to_the_end(tiny, tmp_path: Path) -> None:
-    with harness.marathon(tiny("llama"), tmp_path / "log") as server:
+    with harness.marathon(tiny("llama"), tmp_path / "log", spare_engine=False) as server:
         tally = asyncio.run(ask_all(f"http://127.0.0.1:{server.port}", random_questions(COUNT, 7, max_tokens=200)))
     assert random_holds(tally, COUNT), tally
 

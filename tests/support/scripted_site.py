@@ -31,5 +31,5 @@ def scripted_server(
 ) -> Iterator[harness.Server]:
     """A server on a free port; `options` are those of `marathon serve`."""
     model = scripted.write(folder / "model", scripts or SCRIPTS, strict=strict)
-    with harness.marathon(model, folder / "log", **options) as server:
+    with harness.marathon(model, folder / "log", **{"spare_engine": False} | options) as server:
         yield server
