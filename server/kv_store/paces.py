@@ -7,6 +7,7 @@ neither. The engine's main thread notes what it sees and asks; the writer's thre
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -23,6 +24,9 @@ DOUBT = 0.9  # by which a reading is taken for faster each time that it isn't ch
 MEMORY = {"prefill": 1 << 17, "reading": 1 << 31}  # tokens and bytes after which what was seen counts half
 LEAST = {"prefill": 256, "reading": 1 << 20}  # less of them at a time says little
 SAVE_SECONDS = 5.0
+
+
+log = logging.getLogger("marathon.engine")
 
 
 class Pace(msgspec.Struct):
@@ -85,7 +89,9 @@ class Paces:
     def prefers_prefill(self, tokens: int, size: int) -> bool:
         """Whether a prompt's next `tokens` are there sooner by prefill than by reading `size` bytes of kept caches."""
         reading = size * (self._seen.reading.each or ASSUMED)
-        chosen = 0 < tokens * self.token_seconds < SURE * reading
+        prefill = tokens * self.token_seconds
+        chosen = 0 < prefill < SURE * reading
+        log.debug("%d tokens: %.3f s by prefill (0: unknown), %.3f s from disk", tokens, prefill, reading)
         if chosen:
             self._seen.reading.seconds *= DOUBT
         return chosen
