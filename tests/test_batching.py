@@ -1,5 +1,8 @@
 """Rows that share a forward pass get the text, the ends and the logprobs that they get alone."""
 
+import copy
+import functools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,10 +17,9 @@ def early(request):
     return request.param
 
 
-@pytest.mark.parametrize("family", BATCHING)
-def test_text_in_a_batch_of_uneven_rows_with_joins_and_leaves_is_the_text_alone(family, early):
-    """Windows (32 positions) turn over, rows of one token join others, rows leave and come back elsewhere."""
-    rig = Rig(family, early=early)
+@functools.cache
+def uneven(family):
+    """(rows that have read nothing, what each of them says alone)."""
     seeded = {"temperature": 0.8, "seed": 7}
     rows = [
         row(0, prompt(5), max_tokens=34),
@@ -27,7 +29,16 @@ def test_text_in_a_batch_of_uneven_rows_with_joins_and_leaves_is_the_text_alone(
         row(4, prompt(31), max_tokens=12, generated=prompt(3, 9), top_p=0.9, **seeded),
         row(5, prompt(1, 1), max_tokens=5),
     ]
-    alone = [rig.alone(one) for one in rows]
+    rig = Rig(family)
+    return rows, [rig.alone(one) for one in rows]
+
+
+@pytest.mark.parametrize("family", BATCHING)
+def test_text_in_a_batch_of_uneven_rows_with_joins_and_leaves_is_the_text_alone(family, early):
+    """Windows (32 positions) turn over, rows of one token join others, rows leave and come back elsewhere."""
+    rig = Rig(family, early=early)
+    fresh, alone = uneven(family)
+    rows = copy.deepcopy(fresh)
     first, second = rig.batch(), rig.batch()
     rig.join(first, *rig.read(rows[0], rows[1]))
     rig.step(first, 3)
