@@ -29,7 +29,7 @@ def barren(found: Sequence[Word], definitions: Sequence[Definition], prove: Prov
     until = monotonic() + LOOK_SECONDS
     dead = set()
     for piece in list(dict.fromkeys(_pieces(definitions, terminals)))[:MOST_LOOKS]:
-        needed = [terminals[name].source for name in _needed(piece, terminals)]
+        needed = [terminals[name].source for name in made_of(piece, terminals)]
         lark = "\n".join([*head, f"start: {piece}", *needed])
         if not _MAY_BE_BARREN.search(lark):
             continue
@@ -49,7 +49,7 @@ def _pieces(definitions: Sequence[Definition], terminals: dict[str, Definition])
             yield from (text for text in named if not text.startswith('"'))
 
 
-def _needed(piece: str, terminals: dict[str, Definition]) -> list[str]:
+def made_of(piece: str, terminals: dict[str, Definition]) -> list[str]:
     """The terminals that one is made of, itself among them."""
     left = [piece]
     needed: dict[str, None] = {}

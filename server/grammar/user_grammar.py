@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from server.errors import InvalidValue
-from server.grammar import build, lark, terminals
+from server.grammar import build, greedy, lark, terminals
 from server.grammar.checker import Prove
 from server.grammar.lark import Definition, Word
 from server.grammar.productive import endless_rule, is_rule
@@ -39,10 +39,14 @@ def checked(grammar: str, param: str, tokens: Tokens, prove: Prove) -> str:
     """The grammar, ready for llguidance. Raises InvalidValue for what no answer could follow to its end."""
     try:
         words = lark.words(grammar)
+        _check_options(words, param)
+        _check_rules(grammar, words, param, prove)
+        grammar, endless = greedy.joined(grammar, prove)
+        words = lark.words(grammar)
     except lark.Unread:
         return grammar
-    _check_options(words, param)
-    _check_rules(grammar, words, param, prove)
+    if endless:
+        raise _refusal(param, f"{endless[:200]} goes on through what follows it: no text could end")
     made = []
     place = 0
     for word, text in _replaced(words, param, tokens, prove):

@@ -13,20 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from server.api.input.schema import GenerationRequest, SamplingFields, StructuredOutputs
 from server.errors import InvalidValue, UnsupportedParameter, one_line
-from server.grammar import build, user_grammar
+from server.grammar import build, gbnf, user_grammar
 from server.grammar.checker import Prove
 from server.settings import Settings
 from server.text.tokenizer import Tokenizer
 
 # llguidance's own search for `start:` takes a GBNF rule of that name for Lark, and Lark with attributes for GBNF.
 _LARK = re.compile(r"^\s*(?:%llguidance\b|[?!]?start\s*(?:\[[^\]\n]*\])?\s*:(?!:=))", re.MULTILINE)
-_UNREAD_GBNF = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|\{,|(?<![\w-])start(?![\w-])')
-_READ_GBNF = {"start": "start-rule", "{,": "{0,"}
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _ASCII = {r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]"}
 
 
@@ -197,7 +193,7 @@ def _grammar(value: str, param: str) -> AnswerForm:
     lark = value
     if not _LARK.search(value):
         try:
-            lark = gbnf_to_lark(_for_converter(value))
+            lark = gbnf.as_lark(value)
         except Exception as error:  # the converter raises bare ones
             raise InvalidValue(f"{param}: this is no grammar: {one_line(error)}", param=param) from None
     return AnswerForm(param, rule=_rule(lark), lark=lark)
@@ -205,23 +201,3 @@ def _grammar(value: str, param: str) -> AnswerForm:
 
 def _rule(lark: str) -> str:
     return f"%lark {{\n{lark}\n}}"
-
-
-def _for_converter(gbnf: str) -> str:
-    """The grammar without what llguidance's converter fails at: a rule `start`, which is its own name for `root`, a
-    number of times without a lower bound, and long escapes, of which it drops zeros."""
-    named = _UNREAD_GBNF.sub(lambda found: _READ_GBNF.get(found[0], found[0]), gbnf)
-    return _ESCAPE.sub(_plain, named)
-
-
-def _plain(escape: re.Match[str]) -> str:
-    digits = escape[1] or escape[2]
-    if not digits or not _is_character(code := int(digits, 16)):
-        return escape[0]
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return chr(code)
-
-
-def _is_character(code: int) -> bool:
-    return code < 0xD800 or 0xE000 <= code <= 0x10FFFF
