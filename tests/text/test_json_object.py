@@ -53,6 +53,17 @@ def read(*parts: str) -> tuple[str, bool]:
         ('{"a": [1, 2, ], "b": {"c": 1e5,},\n}', {"a": [1, 2], "b": {"c": 1e5}}),
         (r'{"a": "\u12\"}"}', {"a": '\\u12"}'}),
         (r'{"a": "\u\u00e9"}', {"a": "\\ué"}),
+        ('{"a": NaN, "b": [Infinity, -Infinity], "c": nan}', {"a": "NaN", "b": ["Infinity", "-Infinity"], "c": "nan"}),
+        ('{"a": undefined, "b": paris, "c": 2026-01-15}', {"a": "undefined", "b": "paris", "c": "2026-01-15"}),
+        (
+            '{"a": +1, "b": [.5, -.5, 5., 1.e3], "c": 0x1F, "d": 007}',
+            {"a": 1, "b": [0.5, -0.5, 5.0, 1000.0], "c": "0x1F", "d": "007"},
+        ),
+        (
+            '{city: "Oslo", größe : 1, NaN: 2, 3: None, x-y: {True: true}}',
+            {"city": "Oslo", "größe": 1, "NaN": 2, "3": None, "x-y": {"True": True}},
+        ),
+        ('{"a": NaN,}', {"a": "NaN"}),
     ],
 )
 def test_what_has_one_meaning_only_is_mended(written: str, meant: dict[str, Any]) -> None:
@@ -90,6 +101,36 @@ def test_arguments_are_json_where_a_model_writes_line_breaks_in_strings(parser: 
     for parts in ([text], list(text)):
         [call] = told(parser, parts).calls
         assert json.loads(call.arguments) == {"text": "a\n\\d", "on": True}
+
+
+def refused(constant: str) -> None:
+    raise AssertionError(constant)
+
+
+@pytest.mark.parametrize("stand_in", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "arguments": {"x": [%s, 1.0]}}',
+        '{"arguments": {"x": [%s, 1.0]}, "name": "f"}',
+        '{"name": "f", "arguments": "{\\"x\\": [%s, 1.0]}"}',
+        '{"name": "f", "parameters": {"x": [%s, 1.0]}}',
+        '```json\n{"name": "f", "arguments": {"x": [%s, 1.0]}}\n```',
+    ],
+)
+def test_what_json_has_no_word_for_is_text_in_a_call(text: str, stand_in: str) -> None:
+    block = f"<tool_call>\n{text % stand_in}\n</tool_call>"
+    for parts in ([block], list(block)):
+        [call] = told("json_tools", parts).calls
+        assert json.loads(call.arguments, parse_constant=refused) == {"x": [stand_in, 1.0]}
+
+
+def test_a_number_beyond_all_doubles_loses_no_call() -> None:
+    for text in ('{"name": "f", "arguments": {"x": 1e400}}', '{"arguments": {"x": 1e400}, "name": "f"}'):
+        block = f"<tool_call>\n{text}\n</tool_call>"
+        for parts in ([block], list(block)):
+            [call] = told("json_tools", parts).calls
+            assert json.loads(call.arguments, parse_constant=refused, parse_float=str)["x"] == "1e400"
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from typing import Any
 
 from server.text.calls.arguments import ModelCall, dumped
+from server.text.calls.json_object import JsonObject
 
 _OBJECT = re.compile(r'\{\s*"')
 # Members of a call behind its arguments, as Mistral's have an id there.
 MEMBERS = r'(?:\s*,\s*"\w+"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.+-]+))*'
 _REST = re.compile(MEMBERS + r"\s*\}")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_decoder = json.JSONDecoder(strict=False)
+
+
+def _finite(digits: str) -> float | str:
+    """A number that is no double stays text: JSON has no Infinity."""
+    number = float(digits)
+    return number if math.isfinite(number) else digits
+
+
+_decoder = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=str)
 
 
 def read(text: str) -> list[ModelCall | str]:
@@ -62,8 +72,9 @@ def written(call: Any) -> ModelCall:
         raise ValueError("a call needs a name")
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):
-        json.loads(arguments or "{}")  # text in a string must be JSON itself
-        return ModelCall(name, arguments or "{}", call.get("id"))
+        text = JsonObject.mended(arguments or "{}")
+        json.loads(text)  # text in a string must be JSON itself
+        return ModelCall(name, text, call.get("id"))
     return ModelCall(name, dumped(arguments or {}), call.get("id"))
 
 

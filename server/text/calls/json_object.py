@@ -2,18 +2,23 @@
 
 Owns where the object ends, and the mending of what models get wrong in it although it has one meaning only: a line
 break or another control character in a string, a backslash that escapes nothing, Python's words, a comma before a
-bracket. Runs on the event loop; mutable, one for a call. Hands out each piece at once, but for a word, a comma or an
-escape whose meaning the next character tells.
+bracket, a name without quotation marks. `NaN`, `Infinity` and other words that JSON doesn't have become text, as what
+can't be read does in every format. Runs on the event loop; mutable, one for a call. Hands out each piece at once, but
+for a word, a number, a comma or an escape whose meaning the next character tells.
 """
 
 from __future__ import annotations
 
 import json
+import re
 
 _ESCAPED = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 _UNICODE = 6  # characters of an escape such as \u00e9
 _WORDS = {"True": "true", "False": "false", "None": "null"}
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_NEARLY_NUMBER = re.compile(r"([+-]?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?([eE][+-]?[0-9]+)?")
+_IN_WORDS = frozenset("+-._$")
 
 
 class JsonObject:
@@ -29,6 +34,13 @@ class JsonObject:
         self._held = ""  # what the next characters tell the meaning of
         self.in_string = False
         self.complete = False
+
+    @classmethod
+    def mended(cls, text: str) -> str:
+        """What is whole already; what follows the object stays as it is."""
+        made = cls()
+        told, taken = made.read(text)
+        return told + made.rest() + text[taken:]
 
     def read(self, text: str) -> tuple[str, int]:
         """What to hand out, and how much of `text` belongs to the object."""
@@ -77,11 +89,9 @@ class JsonObject:
         if self._goes_on(char):
             self._held += char
             return ""
-        before = _WORDS.get(self._held, self._held)
-        if char in "}]" and before.startswith(","):
-            before = before[1:]
+        before = self._meaning(char)
         self._held = ""
-        if char == "," or char.isalpha():
+        if char == "," or _is_of_word(char):
             self._held = char
             return before
         if char == '"':
@@ -97,7 +107,33 @@ class JsonObject:
         """Whether a character belongs to the word or comma that is held."""
         if self._held.startswith(","):
             return char.isspace()
-        return char.isalpha()
+        return _is_of_word(char)
+
+    def _meaning(self, char: str) -> str:
+        """What is held, when `char` follows."""
+        held = self._held
+        if held.startswith(","):
+            return held[1:] if char in "}]" else held
+        if held and char == ":":
+            return json.dumps(held, ensure_ascii=False)
+        return _literal(held)
+
+
+def _is_of_word(char: str) -> bool:
+    return char.isalnum() or char in _IN_WORDS
+
+
+def _literal(word: str) -> str:
+    """A word or number outside of strings, as JSON has it; text if it has none such."""
+    if word in ("", "true", "false", "null") or _NUMBER.fullmatch(word):
+        return word
+    if word in _WORDS:
+        return _WORDS[word]
+    nearly = _NEARLY_NUMBER.fullmatch(word)
+    if nearly is None or not (nearly[2] or nearly[3]):
+        return json.dumps(word, ensure_ascii=False)
+    fraction = "" if nearly[3] is None else f".{nearly[3] or 0}"
+    return f"{nearly[1].strip('+')}{nearly[2] or 0}{fraction}{nearly[4] or ''}"
 
 
 def _plain(char: str) -> str:
