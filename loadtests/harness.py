@@ -116,6 +116,22 @@ class Server:
             sleep(0.1)
         raise HarnessError(f"{self.name} wasn't ready after {seconds:.0f} s: {self.last_words()}")
 
+    def wait_whole(self, seconds: float = START_SECONDS) -> None:
+        """Marathon only: waits for the last of the processes that it starts by itself, the spare engine, which begins
+        some seconds after the first engine is ready. A checkout from before there was one has none to wait for. Raises
+        HarnessError."""
+        deadline = monotonic() + seconds
+        while self._lacks_its_spare():
+            if monotonic() > deadline:
+                raise HarnessError(f"{self.name} has no spare engine after {seconds:.0f} s: {self.last_words()}")
+            sleep(0.2)
+
+    def _lacks_its_spare(self) -> bool:
+        status, body = self.get("/status")
+        if status != 200:
+            return False
+        return json.loads(body)["status"]["engine"].get("spare") is False
+
     def last_words(self, size: int = 600) -> str:
         """The end of its log."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-size:].strip()

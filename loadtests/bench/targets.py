@@ -135,7 +135,11 @@ def _a_step(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
 def opened(
     model: Path, names: Sequence[str], logs: Path, *, rows: int = 32, earlier: Path = harness.ROOT
 ) -> Iterator[dict[str, Target]]:
-    """The named targets on one model, ready to work on `rows` sequences at once; `earlier` is EARLIER's checkout."""
+    """The named targets on one model, ready to work on `rows` sequences at once; `earlier` is EARLIER's checkout.
+
+    All processes of each are there: one that starts later would take its time from what is measured, and count in some
+    readings of the memory and not in others.
+    """
     with contextlib.ExitStack() as stack:
         found: dict[str, Target] = {}
         client = stack.enter_context(Worker("loadtests.bench.client", log=logs / "client.log"))
@@ -146,10 +150,12 @@ def opened(
         if MARATHON in names:
             log = logs / f"marathon-{model.name}.log"
             server = stack.enter_context(harness.marathon(model, log, max_rows=rows))
+            server.wait_whole()
             found[MARATHON] = HttpTarget(server, client, {"model": "default", "ignore_eos": True}, exact=True)
         if EARLIER in names:
             log = logs / f"earlier-{model.name}.log"
             server = stack.enter_context(harness.earlier(earlier, model, log, max_rows=rows))
+            server.wait_whole()
             found[EARLIER] = HttpTarget(server, client, {"model": "default", "ignore_eos": True}, exact=True)
         if REFERENCE in names:
             log = logs / f"mlx_lm-{model.name}.log"

@@ -309,6 +309,36 @@ async def test_the_client_and_a_real_server_agree_on_every_token() -> None:
 
 
 # ---------------------------------------------------------------- processes
+class Reporting(Server):
+    """A server of which only its reports are known, the last one for ever."""
+
+    def __init__(self, *reports: tuple[int, bytes]) -> None:
+        self.name = "reporting"
+        self.log = Path(os.devnull)
+        self.reports = list(reports)
+
+    def get(self, path: str, timeout: float = 10.0) -> tuple[int, bytes]:
+        assert path == "/status"
+        return self.reports.pop(0) if len(self.reports) > 1 else self.reports[0]
+
+
+def _with_engine(**facts: bool) -> tuple[int, bytes]:
+    return 200, json.dumps({"status": {"engine": {"up": True, **facts}}}).encode()
+
+
+def test_a_server_is_whole_once_its_spare_engine_is_ready() -> None:
+    server = Reporting(_with_engine(spare=False), _with_engine(spare=True))
+    server.wait_whole(20)
+    assert len(server.reports) == 1
+    with pytest.raises(HarnessError, match="no spare engine"):
+        Reporting(_with_engine(spare=False)).wait_whole(0.1)
+
+
+@pytest.mark.parametrize("report", [(404, b"no such page"), _with_engine()], ids=["no status", "no spare"])
+def test_a_checkout_without_spare_engines_is_whole_at_once(report: tuple[int, bytes]) -> None:
+    Reporting(report).wait_whole(0.0)
+
+
 SERVER = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
