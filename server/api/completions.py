@@ -23,10 +23,10 @@ from server.api.openapi import GENERATION, errors, streamed
 from server.api.openapi import body as documented
 from server.api.output.choices import Choice
 from server.api.output.logprobs import Lists, merged
-from server.api.output.options import Extras, usage_so_far
+from server.api.output.options import ChunkFrame, Extras, members, reason_of, usage_so_far
 from server.api.output.respond import PreparedRequest, answer
 from server.api.output.schema import TextCompletion
-from server.api.output.sse import DONE, DataEvents, event
+from server.api.output.sse import DONE, DataEvents, encode, event
 from server.errors import InvalidValue
 from server.grammar import build
 from server.ipc.sequence import Grammar
@@ -159,6 +159,10 @@ class CompletionForm(DataEvents):
     echo: list[str] | None
     shows_special: bool
     lists: dict[int, Lists] = field(default_factory=dict)
+    frame: ChunkFrame = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.frame = ChunkFrame(self.head, self.extras)
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         """The reason for the end has a chunk of its own, as in a chat."""
@@ -172,15 +176,33 @@ class CompletionForm(DataEvents):
         return data
 
     def _chunk(self, choice: Choice, text: str, finish: str | None) -> bytes:
-        prompt = {}
-        if not choice.begun:
-            prompt = self.extras.prompt_ids(choice)
-        usage = None
+        begins = not choice.begun
+        scores = b"null"
+        if self.extras.top_logprobs is not None:
+            scores = encode(self._scores(choice))
+        if begins and self.echo is not None:
+            text = self.echo[choice.index] + text
+        choice.begun = True
+        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            self.frame.before_index,
+            choice.index,
+            encode(text),
+            scores,
+            reason_of(finish),
+            self._rest(choice, begins) if self.frame.tells_more else self.frame.after_choice,
+        )
+
+    def _rest(self, choice: Choice, begins: bool) -> bytes:
+        """The end of a chunk that tells more than its text; the first one tells of the prompt."""
+        inside = self.extras.ids(choice)
+        if begins:
+            inside = self.extras.prompt_ids(choice) | inside
+        outside = self.extras.times(choice)
         if self.extras.each_usage:
-            usage = usage_so_far(choice, choice.text.tokens)
-        made = self._choice(choice, text, finish) | prompt | self.extras.ids(choice)
-        more = ({"usage": usage} if self.extras.usage else {}) | self.extras.times(choice)
-        return event(self.head | {"choices": [made]} | more)
+            outside = {"usage": usage_so_far(choice, choice.text.tokens)} | outside
+        elif self.extras.usage:
+            outside = {"usage": None} | outside
+        return members(inside) + b"}]" + members(outside) + b"}\n\n"
 
     def last(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
         if not self.extras.usage:
@@ -188,7 +210,7 @@ class CompletionForm(DataEvents):
         return event(self.head | {"choices": [], "usage": usage} | self.extras.times(choices[0])) + DONE
 
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        made = [self._choice(choice, choice.answer.content, choice.finish) | self._more(choice) for choice in choices]
+        made = [self._choice(choice) | self._more(choice) for choice in choices]
         return self.head | {"choices": made, "usage": usage} | self.extras.times(choices[0])
 
     def _more(self, choice: Choice) -> dict[str, Any]:
@@ -196,14 +218,14 @@ class CompletionForm(DataEvents):
         nothing = {"prompt_logprobs": scores, "prompt_token_ids": None, "token_ids": None}
         return nothing | self.extras.prompt_ids(choice) | self.extras.ids(choice)
 
-    def _choice(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        text = choice.answer.content
+        if self.echo is not None:
+            text = self.echo[choice.index] + text
         scores = None
         if self.extras.top_logprobs is not None:
             scores = self._scores(choice)
-        if not choice.begun and self.echo is not None:
-            text = self.echo[choice.index] + text
-        choice.begun = True
-        return {"index": choice.index, "text": text, "logprobs": scores, "finish_reason": finish}
+        return {"index": choice.index, "text": text, "logprobs": scores, "finish_reason": choice.finish}
 
     def _new_lists(self) -> Lists:
         count = self.extras.top_logprobs or 0

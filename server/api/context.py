@@ -127,8 +127,6 @@ class AppContext(ServedModel):
 
     async def known(self) -> Ready:
         """Facts of the loaded model; waits while the first engine loads it. Raises NotReady when there can be none."""
-        if (ready := self.supervisor.engine.known) is not None:
-            return ready
         try:
             return await self.supervisor.wait_known()
         except StartupError as error:

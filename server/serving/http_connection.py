@@ -63,14 +63,6 @@ class Exchange(RequestResponseCycle):
     def _is_broken(self) -> bool:
         return FAULT in self.scope and self.more_body
 
-    async def send(self, message: Any) -> None:
-        refuses = message["type"] == "http.response.start" and self.waiting_for_100_continue and self.more_body
-        if refuses:
-            message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
-        await super().send(message)
-        if refuses:
-            self.lingers = self.keep_alive = True  # the connection ends behind the answer, and not at once
-
     def between(self) -> bytes:
         """Bytes that may be sent now and mean nothing to the client; none where there are none."""
         filler: bytes = cast("dict[str, Any]", self.scope).get(FILLER, b"")
@@ -79,6 +71,18 @@ class Exchange(RequestResponseCycle):
         if self.chunked_encoding:
             return b"%x\r\n%b\r\n" % (len(filler), filler)
         return filler
+
+
+class WithAnnouncement(Exchange):
+    """The client waits for an interim answer before it sends the body, which may be refused."""
+
+    async def send(self, message: Any) -> None:
+        refuses = message["type"] == "http.response.start" and self.waiting_for_100_continue and self.more_body
+        if refuses:
+            message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
+        await super().send(message)
+        if refuses:
+            self.lingers = self.keep_alive = True  # the connection ends behind the answer, and not at once
 
 
 class WithoutChunks(Exchange):
@@ -224,6 +228,8 @@ class Protocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
             cycle.__class__ = WithoutChunks
+        elif cycle.waiting_for_100_continue:
+            cycle.__class__ = WithAnnouncement
         else:
             cycle.__class__ = Exchange
         self._serving = cycle

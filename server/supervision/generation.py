@@ -18,6 +18,8 @@ from functools import partial
 from types import TracebackType
 from typing import Literal, Protocol
 
+import msgspec
+
 from server.errors import RequestError
 from server.ipc.sequence import Finish, TokenLogprobs, TokenSequence
 from server.ipc.snapshot import PromptProgress
@@ -28,12 +30,11 @@ Cause = Literal["crash", "stall", "rotation", "preemption", "restart"]
 Phase = Literal["queued", "prefill", "decode"]
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDelta:
+class GenerationDelta(msgspec.Struct, frozen=True):
     """News of one choice: ids delivered since the last read. A drawn stop id is the last of them."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # aligned with `tokens` when asked for
+    logprobs: list[TokenLogprobs] = []  # aligned with `tokens` when asked for
     finish: Finish | None = None  # exactly once a choice
     cached: int | None = None  # prompt tokens from the prefix cache, with the first Delta
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -103,19 +104,20 @@ class Generation:
         end = len(self.generated)
         if self.log is not None:
             end = self.saved
-        tokens = self.generated[self.read : end]
-        if not tokens and self.finish is None:
+        if self.read == end and self.finish is None:
             return None
-        logprobs = self.logprobs[: len(tokens)]
+        tokens = self.generated[self.read : end]
+        logprobs = self.logprobs
+        if logprobs:
+            self.logprobs = logprobs[len(tokens) :]
+            logprobs = logprobs[: len(tokens)]
         delta = GenerationDelta(tokens, logprobs, self.finish, self.cached, self.prompt_logprobs)
-        self.read += len(tokens)
-        self.logprobs = self.logprobs[len(tokens) :]
+        self.read = end
         self.finish = None
         self.cached = None
         self.prompt_logprobs = None
         return delta
 
-    @property
     def is_over(self) -> bool:
         """Nothing will come of it any more and nothing is left to read."""
         return self.ended and self.finish is None and (self.silenced or not self.saving)
@@ -237,7 +239,7 @@ class GenerationHandle:
     @property
     def done(self) -> bool:
         """Nothing will come any more and nothing is left to read."""
-        return self.error is None and all(generation.is_over for generation in self.generations)
+        return self.error is None and all(map(Generation.is_over, self.generations))
 
     def cancel(self, index: int) -> None:
         """Stops one choice; no further Delta for it. Idempotent."""

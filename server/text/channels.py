@@ -11,7 +11,7 @@ dropped, and models that speak in the "harmony" format, for which mlx-lm has no 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -44,6 +44,10 @@ class Watch:
         self._heads: re.Pattern[str] | None = None
         if self._words:
             self._heads = re.compile("[" + re.escape("".join({word[0] for word in self._words})) + "]")
+
+    def passes(self, text: str) -> bool:
+        """Whether no word goes on or begins in `text`, which then needn't be read."""
+        return self._heads is None or not (self.pending or self._heads.search(text))
 
     def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
         """Reads `text` from `start` on, to the end of the first word found: where that is, and the word."""
@@ -94,6 +98,9 @@ class OutsideStrings(Watch):
         self._heads = None  # each character may begin or end a string
         self._in_string = self._escaped = False
 
+    def passes(self, text: str) -> bool:
+        return not text
+
     def find(self, text: str, start: int = 0) -> tuple[int, str] | None:
         for position in range(start, len(text)):
             if word := self._step(text[position]):
@@ -134,8 +141,13 @@ class Channels:
         self._shown: list[bool] | None = None  # for each held character whether it is for readers; None: all are
         self.enter(state)
 
-    def feed(self, text: str, *, hidden: bool = False) -> Iterator[Segment]:
+    def feed(self, text: str, *, hidden: bool = False) -> Iterable[Segment]:
         """Segments in order. Hidden text (a special token's) counts in tool calls, and is shown nowhere else."""
+        if hidden or self.state == OPENING or not self._watch.passes(text):
+            return self._cut(text, hidden)
+        return (Segment(self.state, self._plain(text), ""),) if text else ()
+
+    def _cut(self, text: str, hidden: bool) -> Iterator[Segment]:
         whole = self._held + text
         shown = self._shown
         if hidden or shown is not None:

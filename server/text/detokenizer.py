@@ -15,25 +15,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from server.text.calls.call_ids import CallIds
 from server.text.calls.tool_calls import Block, CallArguments, CallBegin, CallPiece
 from server.text.channels import FORMED, OPENING, Channels, Segment, Watch, formed, transitions
 from server.text.tokenizer import Tokenizer, ToolFormat
-from server.text.tokens.control import NORMAL, REASONING, TOOL
+from server.text.tokens.control import NORMAL, REASONING, TOOL, Transitions
 
 _BREAKS = "\r\n"
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 _CONTENT = frozenset({NORMAL, OPENING, FORMED})
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(msgspec.Struct, frozen=True):
     """The next piece of the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(msgspec.Struct, frozen=True):
     """The next piece of what the model thought before it."""
 
     text: str
@@ -77,10 +78,7 @@ class TextState:
         it they are random. `rows`: how many ids the model has logits for,
         if not for all. `follows`: the answer follows a grammar; `reasons`: which lets it open a block of reasoning."""
         tags = tokenizer.tags(rows)
-        states = None
-        if follows:
-            states = formed(tokenizer, tools=bool(tools), reasons=reasons)
-        edges, first = (states or transitions(tokenizer, tools=bool(tools))) if chat else ({}, NORMAL)
+        edges, first = _course(tokenizer, chat=chat, tools=bool(tools), follows=follows, reasons=reasons)
         if chat and reasoning:
             first = REASONING
         elif continues:
@@ -89,12 +87,14 @@ class TextState:
                 first = FORMED
         self._tokenizer = tokenizer
         self._mark = tags.mark
+        self._texts = tags.texts
         self._stop_ids = frozenset(stop_ids)
         self._show_special = show_special
         self._tools = tools
         parser = tokenizer.tool_format.name if tokenizer.tool_format else ""
         self._ids = CallIds(parser, earlier_calls, new_id, seed=call_seed)
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _UTF8("replace")
+        self._is_cut = False  # a character's end is missing
         is_json = tokenizer.tool_format is not None and tokenizer.tool_format.is_json
         self._channels = Channels(edges, first, tags, strings=follows and is_json)
         self._stops = stops
@@ -136,20 +136,31 @@ class TextState:
         return self._taken()
 
     def _feed(self, token: int) -> None:
-        hidden = self._tokenizer.is_special(token) and not self._show_special
-        for segment in self._channels.feed(self._text(token, hidden), hidden=hidden):
+        hidden = False
+        text = self._texts.get(token)
+        if text is None or self._is_cut:
+            special = self._tokenizer.is_special(token)
+            hidden = special and not self._show_special
+            text = self._text(token, special)
+        for segment in self._channels.feed(text, hidden=hidden):
             self._place(segment)
             if self.stopped:
                 break
 
-    def _text(self, token: int, hidden: bool) -> str:
+    def _text(self, token: int, special: bool) -> str:
         if mark := self._mark(token):
             self._utf8.reset()  # half a character before a tag has no other half behind it
+            self._is_cut = False
             return mark
         data = self._tokenizer.token_bytes(token)
-        if hidden:
+        if special and not self._show_special:
             return data.decode("utf-8", "replace")
-        return self._utf8.decode(data)
+        was_cut = self._is_cut
+        text = self._utf8.decode(data)
+        self._is_cut = bool(self._utf8.getstate()[0])
+        if not (special or was_cut or self._is_cut):
+            self._texts[token] = text
+        return text
 
     # ---------------------------------------------------------------- where text goes
     def _place(self, segment: Segment) -> None:
@@ -164,8 +175,9 @@ class TextState:
 
     def _write(self, kind: type[Content] | type[Reasoning], flow: _Flow, text: str) -> None:
         self._say(kind, flow.write(text))
-        self.stopped = self.stopped or flow.stopped
-        self.stop = self.stop or flow.stop
+        if flow.stopped:
+            self.stopped = True
+            self.stop = self.stop or flow.stop
 
     def _pass(self, segment: Segment) -> None:
         """A tag was read: the state has changed."""
@@ -276,6 +288,15 @@ class TextState:
         return pieces
 
 
+def _course(tokenizer: Tokenizer, *, chat: bool, tools: bool, follows: bool, reasons: bool) -> tuple[Transitions, str]:
+    """Which tag leads where in an answer, and the state in which it begins if its prompt doesn't say."""
+    if not chat:
+        return {}, NORMAL
+    if follows:
+        return formed(tokenizer, tools=tools, reasons=reasons)
+    return transitions(tokenizer, tools=tools)
+
+
 class _Doubt:
     """A closing tag inside an argument, and what has come since; mutable, owned by a `TextState`.
 
@@ -336,6 +357,8 @@ class _Flow:
         if not text:
             return ""
         self._trim = ""
+        if self._watch.passes(text):
+            return self._without_breaks(text)
         whole = self._held + text
         found = self._watch.find(whole, len(self._held))
         if found:

@@ -238,7 +238,7 @@ CHAT_SOMETHING = {
 
 
 async def test_what_others_offer_is_refused_by_name_unless_it_asks_for_nothing() -> None:
-    assert set(SOMETHING) == set(NOTHING) == {name for name, _ in unoffered(CompletionRequest)}
+    assert set(SOMETHING) == set(NOTHING) == unoffered(CompletionRequest).keys()
     async with run_server() as site:
         for ask in (site.chat, site.complete):
             assert (await ask(**NOTHING)).status_code == 200
@@ -251,7 +251,7 @@ async def test_what_others_offer_is_refused_by_name_unless_it_asks_for_nothing()
 
 async def test_what_would_change_only_a_chat_is_refused_by_name_unless_it_asks_for_nothing() -> None:
     assert set(CHAT_SOMETHING) == set(CHAT_NOTHING)
-    assert set(CHAT_SOMETHING) | set(SOMETHING) == {name for name, _ in unoffered(ChatRequest)}
+    assert set(CHAT_SOMETHING) | set(SOMETHING) == unoffered(ChatRequest).keys()
     async with run_server() as site:
         assert (await site.chat(**CHAT_NOTHING)).status_code == 200
         for name, value in CHAT_SOMETHING.items():
@@ -263,7 +263,7 @@ async def test_what_would_change_only_a_chat_is_refused_by_name_unless_it_asks_f
 def test_what_is_refused_lets_exactly_its_documented_values_through(form: type[Wire]) -> None:
     shown = form.model_json_schema()["properties"]
     documented = (Path(server.__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
-    for name, mark in unoffered(form):
+    for name, mark in unoffered(form).items():
         assert shown[name]["description"] == mark.description
         assert all(json.dumps(value) in mark.description for value in mark.neutral)
         assert f"`{name}`" in documented or f".{name}`" in documented

@@ -457,11 +457,19 @@ def test_how_many_tokens_come_at_once_doesnt_matter(real: dict[str, Tokenizer], 
 
 
 # ---------------------------------------------------------------- cost
-def test_each_token_is_looked_up_once() -> None:
+def test_a_token_of_whole_characters_is_looked_up_once_however_often_it_comes() -> None:
     tokenizer = json_tools()
-    tokens = tokenizer.tokens(["word "]) * 2000
-    stream(state(tokenizer, tools=TOOLS, stops=["never", "w" * 9]), tokens)
-    assert tokenizer.lookups == 2000
+    tokens = tokenizer.tokens(["word ", "é"]) * 1000
+    said = state(tokenizer, tools=TOOLS, stops=["never", "w" * 9])
+    assert answer(itertools.chain(*stream(said, tokens))).content == "word é" * 1000
+    assert tokenizer.lookups == 2
+
+
+def test_half_a_character_is_looked_up_each_time_and_kept_for_no_other_place() -> None:
+    tokenizer = json_tools()
+    half, other, word = tokenizer.tokens([b"\xc3", b"\xa9", "a"])
+    said = state(tokenizer)
+    assert answer(itertools.chain(*stream(said, [half, other, word, half, word, half, other]))).content == "éa\ufffdaé"
 
 
 @pytest.mark.parametrize("text", ["a", "<tool_call>", '<tool_call>{"name": "f", "arguments": {', "<think>\n", "{" * 9])

@@ -40,11 +40,10 @@ class Coding:
     @classmethod
     def of(cls, headers: Headers) -> Coding:
         """Raises InvalidValue for a form, and UnsupportedMediaType that names what this server can't decode."""
-        kind = Message()
-        kind["content-type"] = headers.get("content-type", "")
-        if headers.get("content-type", "").partition(";")[0].strip().lower() == FORM:
+        kind = headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() == FORM:
             raise InvalidValue(f"Content-Type {FORM} isn't taken; send application/json")
-        return cls(_contents(headers), _charset(kind.get_content_charset("utf-8")))
+        return cls(_contents(headers), _charset(kind))
 
     @property
     def is_plain(self) -> bool:
@@ -81,7 +80,13 @@ def _contents(headers: Headers) -> tuple[str, ...]:
     return contents
 
 
-def _charset(name: str) -> str:
+def _charset(kind: str) -> str:
+    """The one that a Content-Type names."""
+    if ";" not in kind:
+        return "utf-8"
+    parsed = Message()
+    parsed["content-type"] = kind
+    name = parsed.get_content_charset("utf-8")
     try:
         return CHARSETS[name.lower()]
     except KeyError:

@@ -23,8 +23,9 @@ def _unknown(value: Any, path: str) -> Iterator[str]:
         if path:
             prefix = f"{path}."
         yield from (prefix + name for name in value.model_extra or {})
-        for name, field in type(value).model_fields.items():
-            yield from _unknown(getattr(value, name), prefix + (field.alias or name))
+        fields = type(value).model_fields
+        for name in value.model_fields_set & fields.keys():
+            yield from _unknown(getattr(value, name), prefix + (fields[name].alias or name))
     elif isinstance(value, list) and value and isinstance(value[0], Wire):
         for item in value:
             yield from _unknown(item, f"{path}[]")

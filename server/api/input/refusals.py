@@ -79,7 +79,7 @@ def check_bias(request: SamplingFields) -> None:
 
 def check_unoffered(asked: Wire, path: str = "") -> None:
     """Raises for a field of `asked`, an object at `path`, that asks for what this server doesn't do."""
-    for name, mark in unoffered(type(asked)):
+    for name, mark in unoffered(type(asked)).items():
         value = getattr(asked, name)
         if value is not None and value not in mark.neutral:
             raise UnsupportedParameter(mark.refusal or f"`{path}{name}` isn't offered", param=path + name)

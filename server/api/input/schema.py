@@ -11,8 +11,9 @@ never an error, but kept aside so that it can be counted.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -84,12 +85,11 @@ class Wire(BaseModel):
 AUDIO = UnofferedField((), "text only", "Audio isn't offered")
 
 
-def unoffered(form: type[Wire]) -> Iterator[tuple[str, UnofferedField]]:
+@cache
+def unoffered(form: type[Wire]) -> Mapping[str, UnofferedField]:
     """The fields of `form` that ask for what isn't offered."""
-    for name, info in form.model_fields.items():
-        for mark in info.metadata:
-            if isinstance(mark, UnofferedField):
-                yield name, mark
+    marks = ((name, mark) for name, info in form.model_fields.items() for mark in info.metadata)
+    return {name: mark for name, mark in marks if isinstance(mark, UnofferedField)}
 
 
 # ---------------------------------------------------------------- unions

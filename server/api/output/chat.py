@@ -10,7 +10,7 @@ from typing import Any
 
 from server.api.output.choices import Choice
 from server.api.output.logprobs import entries
-from server.api.output.options import Extras, usage_so_far
+from server.api.output.options import ChunkFrame, Extras, members, reason_of, usage_so_far
 from server.api.output.sse import DONE, DataEvents, encode, event
 from server.text.calls.tool_calls import CallArguments, CallBegin
 from server.text.detokenizer import Content, Piece, Reasoning
@@ -45,12 +45,8 @@ class ChatForm(DataEvents):
         self._hidden = (Content,) * only_calls + (Reasoning,) * (not thoughts)
         self._echo = echo
         self._verbose = verbose
-        self._before_index = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
-        self._tells_more = extras.token_ids or extras.each_usage or extras.timings or verbose
-        if extras.usage:
-            self._after_choice = b'}],"usage":null}\n\n'
-        else:
-            self._after_choice = b"}]}\n\n"
+        self._frame = ChunkFrame(head, extras)
+        self._tells_more = self._frame.tells_more or verbose
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         """The role comes with the first news. The reason for the end has a chunk of its own after the last piece, as
@@ -74,26 +70,23 @@ class ChatForm(DataEvents):
     def _chunk(
         self, choice: Choice, delta: bytes, finish: str | None, logprobs: bytes, *, begins: bool = False
     ) -> bytes:
-        reason = b"null"
-        if finish:
-            reason = b'"%b"' % finish.encode()
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._before_index,
+            self._frame.before_index,
             choice.index,
             delta,
             logprobs,
-            reason,
-            self._rest(choice, begins) if self._tells_more else self._after_choice,
+            reason_of(finish),
+            self._rest(choice, begins) if self._tells_more else self._frame.after_choice,
         )
 
     def _rest(self, choice: Choice, begins: bool) -> bytes:
         """The end of a chunk that tells more than its delta; the first one tells of the prompt."""
         inside = b""
         if not begins:
-            inside = _members(self._extras.ids(choice))
-        outside = _members(self._of_prompt(choice) if begins else self._extras.times(choice))
+            inside = members(self._extras.ids(choice))
+        outside = members(self._of_prompt(choice) if begins else self._extras.times(choice))
         if self._extras.each_usage:
-            outside += _members({"usage": usage_so_far(choice, 0 if begins else choice.text.tokens)})
+            outside += members({"usage": usage_so_far(choice, 0 if begins else choice.text.tokens)})
         elif self._extras.usage:
             outside += b',"usage":null'
         return inside + b"}]" + outside + b"}\n\n"
@@ -154,13 +147,6 @@ class ChatForm(DataEvents):
             "token_ids": None,
             **self._extras.ids(choice),
         }
-
-
-def _members(fields: dict[str, Any]) -> bytes:
-    """Further members of a JSON object."""
-    if fields:
-        return b"," + encode(fields)[1:-1]
-    return b""
 
 
 def delta_of(piece: Piece) -> bytes:

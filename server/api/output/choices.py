@@ -6,7 +6,7 @@ they can't differ. Runs on the event loop. Never decides what a chunk looks like
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -150,6 +150,7 @@ class Reply:
             Choice(i, generation.sequence, text, generation, keeps_ids=keeps_ids)
             for i, (generation, text) in enumerate(zip(live.generations, texts, strict=True))
         ]
+        self._open = len(self.choices)
         self._keepalive = keepalive
         self._shown = monotonic()
 
@@ -165,27 +166,34 @@ class Reply:
         self._shown = monotonic()
         return not anything
 
-    async def news(self) -> AsyncIterator[list[tuple[Choice, list[Piece]]]]:
+    @property
+    def is_open(self) -> bool:
+        """There is more to come."""
+        return self._open > 0
+
+    async def news(self) -> list[tuple[Choice, list[Piece]]]:
         """Choices with their new pieces; [] when nothing has come for so long that the line needs a sign of life."""
-        while any(choice.finish is None for choice in self.choices):
-            yield [
-                (self.choices[index], self._take(index, delta))
-                for index, delta in await self.live.read(self._patience or self._keepalive)
-            ]
-        if any(choice.finish == "tool_calls" for choice in self.choices):
-            self.live.outcome = "tool_calls"
+        deltas = await self.live.read(self._patience or self._keepalive)
+        return [(self.choices[index], self._take(index, delta)) for index, delta in deltas]
 
     def _take(self, index: int, delta: GenerationDelta) -> list[Piece]:
         choice = self.choices[index]
         pieces = choice.take(delta)
-        if choice.text.stopped:
-            self.live.cancel(index)
+        if choice.finish is not None:
+            self._end(choice)
         return pieces
+
+    def _end(self, choice: Choice) -> None:
+        self._open -= 1
+        if choice.text.stopped:
+            self.live.cancel(choice.index)
+        if not self._open and any(one.finish == "tool_calls" for one in self.choices):
+            self.live.outcome = "tool_calls"
 
     async def collect(self, keep: Callable[[Choice, list[Piece]], None]) -> None:
         """Reads all of it; `keep` is given each choice's news."""
-        async for news in self.news():
-            for choice, pieces in news:
+        while self.is_open:
+            for choice, pieces in await self.news():
                 keep(choice, pieces)
 
     def usage(self, per_prompt: int = 1) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from server.api.input.schema import GenerationRequest
 from server.api.output.choices import Choice
 from server.api.output.logprobs import LOWEST, Spelling, by_id
+from server.api.output.sse import encode
 from server.supervision.generation import Generation
 from server.text.tokenizer import Tokenizer
 
@@ -112,3 +113,35 @@ def usage_so_far(choice: Choice, completion: int) -> dict[str, int]:
     """Of one choice, in a chunk."""
     prompt = len(choice.sequence.prompt)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class ChunkFrame:
+    """What is the same in every chunk of one stream, as bytes: a chunk is put together around its choice's news.
+
+    Attributes:
+        before_index: all that stands before the number of the choice.
+        after_choice: all that stands behind its members, where the extras add nothing.
+        tells_more: the extras add something.
+    """
+
+    def __init__(self, head: dict[str, Any], extras: Extras) -> None:
+        self.before_index = b"data: " + encode(head)[:-1] + b',"choices":[{"index":'
+        self.tells_more = extras.token_ids or extras.each_usage or extras.timings
+        if extras.usage:
+            self.after_choice = b'}],"usage":null}\n\n'
+        else:
+            self.after_choice = b"}]}\n\n"
+
+
+def members(fields: dict[str, Any]) -> bytes:
+    """Further members of a JSON object."""
+    if fields:
+        return b"," + encode(fields)[1:-1]
+    return b""
+
+
+def reason_of(finish: str | None) -> bytes:
+    """Why a choice ended, as JSON."""
+    if finish:
+        return b'"%b"' % finish.encode()
+    return b"null"

@@ -150,8 +150,8 @@ async def stream(reply: Reply, prepared: PreparedRequest, record: CallRecord) ->
         try:
             if begin := form.first(reply.choices):
                 yield begin
-            async for news in reply.news():
-                data = b"".join([form.chunks(choice, pieces) for choice, pieces in news])
+            while reply.is_open:
+                data = b"".join([form.chunks(choice, pieces) for choice, pieces in await reply.news()])
                 if reply.showed(bool(data)):
                     yield form.alive(sign_of_life(reply))
                 elif data:

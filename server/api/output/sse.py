@@ -25,6 +25,12 @@ DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
 PREFILL = b": prefill %d/%d\n\n"  # the same while a prompt is being read: tokens done, and all of them
 
+HEADERS = [
+    (b"cache-control", b"no-cache, no-store"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+]
+
 encode = msgspec.json.Encoder().encode
 
 
@@ -63,12 +69,10 @@ class EventStream(Response):
     news that is streamed, and the server's end lets streams run on, so nothing else is watched.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, frames: AsyncGenerator[bytes, None], live: EventSource | None, patience: float) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"})
+        self.raw_headers = [*HEADERS]
         self._frames = frames
         self._live = live
         self._patience = patience

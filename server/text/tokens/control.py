@@ -1,7 +1,7 @@
 """A model's control tokens: the ids that structure an answer, whatever the tokenizer's flags say about them.
 
-Owns the border between a tag and the same characters spelled in ordinary tokens. Immutable; used by the server's
-worker thread and event loop. Never encodes a text, and never decides what a tag means.
+Owns the border between a tag and the same characters spelled in ordinary tokens. Immutable but for a table that fills;
+used by the server's worker thread and event loop. Never encodes a text, and never decides what a tag means.
 
 A tag is known by its ids wherever the tokenizer has tokens for it. In the text of an answer each such token is a mark,
 a character that no text can hold, so that what is searched for tags can't be confused by what a model spells out.
@@ -28,6 +28,7 @@ class Tags:
 
     Attributes:
         ids: of the control tokens in the tags.
+        texts: of ordinary tokens that are whole characters, filled as they come up.
     """
 
     def __init__(self, texts: Iterable[str], added: Mapping[str, int], rows: int | None = None) -> None:
@@ -42,6 +43,7 @@ class Tags:
             text: tuple(within.get(part, part) for part in cut.split(text) if part) for text in wanted
         }
         self.ids = frozenset(part for tag in self._tags.values() for part in tag if isinstance(part, int))
+        self.texts: dict[int, str] = {}
         texts_of = {token: text for text, token in within.items() if token in self.ids}
         self._marks = {token: chr(_FIRST_MARK + number) for number, token in enumerate(sorted(self.ids))}
         self._plain = {ord(mark): texts_of[token] for token, mark in self._marks.items()}
