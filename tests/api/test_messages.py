@@ -24,6 +24,7 @@ from server.api.messages import prepare
 from server.api.output.choices import Choice
 from server.api.output.messages import SIGNATURE, MessagesForm
 from server.api.output.messages_schema import AnthropicErrorBody, AnthropicMessage
+from server.api.output.sse import encode
 from server.ipc.sequence import Sampling, TokenSequence
 from server.supervision.generation import GenerationDelta
 from server.text.detokenizer import TextState
@@ -104,6 +105,26 @@ def test_arguments_that_are_no_object_leave_the_plain_answer_with_an_empty_one()
     form.keep(choice, choice.take(GenerationDelta(reader.tokens[:-18], finish="length")))
     [block] = form.whole([choice], USAGE)["content"]
     assert (block["name"], block["input"]) == ("f", {})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"x": 1e400, "y": [-1E999]}',
+        '{"x": 1e2, "y": 1.0, "z": 0.1000000000000000055, "n": 12345678901234567890123}',
+        r'{"x": "\ud800", "\udfff": 1}',
+        '{"x": NaN, "y": Infinity}',
+        "{}",
+    ],
+)
+async def test_the_input_of_a_call_is_the_same_text_streamed_and_plain(arguments: str) -> None:
+    script = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    async with run_server(engine(say=says(script))) as site:
+        events = await stream(site, tools=TOOLS)
+        answer = await site.post(PATH, body(tools=TOOLS))
+    assert answer.status_code == 200, answer.text
+    told = "".join(event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta")
+    assert f'"input":{told}' in answer.text
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "later"}])
@@ -265,7 +286,7 @@ class Reader:
             pieces = choice.take(GenerationDelta(self.tokens[begin:end], finish=finish))
             data += streamed.chunks(choice, pieces)
             kept.keep(choice, pieces)
-        return data + streamed.last([choice], USAGE), kept.whole([choice], USAGE)
+        return data + streamed.last([choice], USAGE), json.loads(encode(kept.whole([choice], USAGE)))
 
 
 WORDS = st.text('abc \n"\\{}<>/é😀', max_size=8)

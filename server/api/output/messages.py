@@ -11,6 +11,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from server.api.middleware import anthropic_errors
 from server.api.output.choices import Choice
 from server.api.output.sse import encode
@@ -151,16 +153,21 @@ def _finished(block: dict[str, Any]) -> dict[str, Any]:
     return block
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; there is no place for text that is no object."""
+def _input(arguments: str) -> msgspec.Raw | dict[str, Any]:
+    """A call's arguments as they are streamed: read and written anew, some numbers and half characters would change.
+    There is no place for text that is no object."""
     try:
-        found = json.loads(arguments or "{}")
-    except ValueError:
+        found = json.loads(arguments or "{}", parse_constant=_refuse)
+    except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict):
-        return found
+        return msgspec.Raw((arguments or "{}").encode())
     log.warning("arguments of a call are no JSON object and are left out of the answer")
     return {}
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def usage_of(prompt: int, cached: int, answer: int) -> dict[str, int]:
