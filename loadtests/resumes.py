@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from loadtests import harness
-from loadtests.chaos.silence import silence_after_kill
+from loadtests.chaos.silence import silence_after_kill, wait_for_spare
 from loadtests.chaos.sse_client import completion
 from loadtests.harness import Server
 from loadtests.warm import ids
@@ -67,7 +67,8 @@ def pauses(name: str, server: Server, asked: argparse.Namespace) -> tuple[float,
 
 
 def silence(server: Server, prompt: list[int], tokens: int) -> float:
-    """Seconds until an answer goes on whose engine is killed under way."""
+    """Seconds until an answer goes on whose engine is killed under way, once the spare one is there."""
+    wait_for_spare(server)
     return asyncio.run(silence_after_kill(server, completion(prompt, tokens + 1000), tokens))
 
 

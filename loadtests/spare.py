@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,15 +17,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from time import monotonic, sleep
 
 from loadtests import harness, process_tree
-from loadtests.chaos.silence import silence_after_kill
+from loadtests.chaos.silence import silence_after_kill, wait_for_spare
 from loadtests.chaos.sse_client import completion
-from loadtests.harness import HarnessError, Server
+from loadtests.harness import Server
 from loadtests.zoo.models import obtain
 
-PREPARED_SECONDS = 300.0
 AFTER_TOKENS = 10
 LENGTH = 5000  # tokens of an answer, which is left once it has gone on
 MIB = 2**20
@@ -78,25 +75,14 @@ def compared(model: Path, asked: argparse.Namespace, folder: Path) -> int:
 
 async def pause(subject: MeasuredServer, wait: float) -> float:
     """Kill the engine in the middle of an answer and return the silence. Raises HarnessError if no token follows."""
-    await asyncio.to_thread(wait_for_spare, subject)
+    await asyncio.to_thread(wait_for_spare, subject.server, has_spare=subject.has_spare)
     await asyncio.sleep(wait)
     return await silence_after_kill(subject.server, completion("Once upon a time", LENGTH), AFTER_TOKENS)
 
 
-def wait_for_spare(subject: MeasuredServer) -> None:
-    """Wait until the engine is up, and the spare where there is to be one. Raises HarnessError."""
-    deadline = monotonic() + PREPARED_SECONDS
-    while monotonic() < deadline:
-        engine = json.loads(subject.server.get("/status")[1])["status"]["engine"]
-        if engine["up"] and engine["spare"] == subject.has_spare:
-            return
-        sleep(0.1)
-    raise HarnessError(f"no spare engine after {PREPARED_SECONDS:.0f} s")
-
-
 def spare_bytes(subject: MeasuredServer) -> int:
     """Memory of the process below the server that is a spare engine."""
-    wait_for_spare(subject)
+    wait_for_spare(subject.server)
     engine = subject.server.engine_pid()
     below = process_tree.descendants(subject.server.pid)[1:]
     return sum(process_tree.memory_bytes(process.pid) for process in below if process.pid != engine)

@@ -7,16 +7,19 @@ loop of a load test.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from loadtests.chaos.sse_client import Account, ask
 from loadtests.harness import HarnessError, Server
+
+PREPARED_SECONDS = 300.0
 
 
 async def silence_after_kill(server: Server, body: Mapping[str, Any], tokens: int) -> float:
@@ -41,6 +44,17 @@ async def silence_after_kill(server: Server, body: Mapping[str, Any], tokens: in
     if over:
         raise HarnessError(f"the answer didn't go on: {account.trouble()}")
     return longest_gap(account, killed)
+
+
+def wait_for_spare(server: Server, *, has_spare: bool = True) -> None:
+    """Wait until the engine is up, and the spare one where there is to be one. Raises HarnessError."""
+    deadline = monotonic() + PREPARED_SECONDS
+    while monotonic() < deadline:
+        engine = json.loads(server.get("/status")[1])["status"]["engine"]
+        if engine["up"] and engine["spare"] == has_spare:
+            return
+        sleep(0.1)
+    raise HarnessError(f"no spare engine after {PREPARED_SECONDS:.0f} s")
 
 
 def longest_gap(account: Account, since: float) -> float:

@@ -216,6 +216,7 @@ class Checkpoints:
         self._then = now
         if self._iteration % LOOK_EVERY == 0:
             self._save_due(tier)
+        self._save_readings(tier)
         self._tail.take(tier)
         self._tail.admit(tier)
 
@@ -241,10 +242,13 @@ class Checkpoints:
             for row in self._due(batch):
                 if self._credit > 0:
                     self._save(tier, row.seq, self._of_batch(batch, row), AT_ONCE)
+
+    def _save_readings(self, tier: Tier) -> None:
+        """Save what is due of rows whose prompts are being read. A chunk takes long, and all that it allows is used."""
         for reading in self._prefill.readings:
             row = reading.row
             if self._credit > 0 and self._is_due_reading(row):
-                self._save(tier, row.seq, CacheSource(row.caches, row.read), AT_ONCE)
+                self._save(tier, row.seq, CacheSource(row.caches, row.read), max(AT_ONCE, self._credit))
 
     def _due(self, batch: Batch) -> list[Row]:
         """The rows of a batch that are due; with one of them all that soon will be, so that the device waits once."""

@@ -100,7 +100,7 @@ class OutputRouter:
 
     def _started(self, generation: Generation, started: messages.RowStart) -> None:
         if generation.cause is not None and generation.started:
-            self._counts.recomputed(generation.cause, generation.length - started.reused)
+            self._counts.recomputed(generation.cause, generation.length - 1 - started.reused)  # the last is decoded
         if not generation.started:
             generation.started = True
             generation.cached = started.cached

@@ -124,6 +124,17 @@ def test_a_prompt_that_took_long_to_read_is_written(tiny, tmp_path, monkeypatch)
         assert ends(tmp_path) >= 2 * LEAST
 
 
+def test_a_long_prompt_is_saved_while_it_is_read(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "LIVED", 0.0)
+    monkeypatch.setattr(checkpoints, "SHARE", 1.0)
+    with engine(tiny, tmp_path) as one:
+        one.submit(row(1, prompt(12 * LEAST), max_tokens=4))
+        while not one.tokens[1]:
+            one.turn()
+        flush(one)
+        assert ends(tmp_path) >= 8 * LEAST
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_turns_of_a_conversation_outlive_the_engine(family, tiny, tmp_path):
     tokens = prompt(LEAST + 40)
