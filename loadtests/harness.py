@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 START_SECONDS = 300.0
 STOP_SECONDS = 45.0
 ANSWER_SECONDS = 900.0
-REST_SECONDS = 2.0  # until an idle engine has dropped its pool: memory is weighed at rest
+REST_SECONDS = 4.0  # an idle engine drops its pool at its second look, up to two seconds after its last step
 _PR_SET_PDEATHSIG = 1
 
 
