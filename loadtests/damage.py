@@ -153,9 +153,9 @@ def _cached(account: Account) -> int:
 def elsewhere(model: Path, place: Path, expected: Sequence[Account], outcome: Outcome) -> None:
     """Each of these serves as if nothing were kept."""
     (place / "file").write_bytes(b"")
-    retold = place / "models" / "another tokenizer"
-    shutil.copytree(model, retold)
-    config = retold / "tokenizer_config.json"
+    changed = place / "models" / "another tokenizer"
+    shutil.copytree(model, changed)
+    config = changed / "tokenizer_config.json"
     config.write_text(config.read_text("utf-8").replace("{", '{"added_by_test": 1, ', 1), "utf-8")
     with serving(model, place / "shared") as first:
         _compare("first of two servers", first, expected, outcome)
@@ -167,7 +167,7 @@ def elsewhere(model: Path, place: Path, expected: Sequence[Account], outcome: Ou
     ):
         with serving(model, home, **options) as server:
             _compare(name, server, expected, outcome)
-    with serving(retold, place / "shared") as server:
+    with serving(changed, place / "shared") as server:
         _compare("another tokenizer", server, expected, outcome)
 
 

@@ -109,13 +109,13 @@ def rate(family: str) -> float:
 # ---------------------------------------------------------------- one family
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Where families are played. `tell` hears of what is under way."""
+    """Where families are played. `report` gets a line of what is under way."""
 
     source: CountSource
     plan: Plan
     arms: Sequence[str]
     folder: Path
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
 
     def play(self, family: str, report: Report, ledger: Ledger) -> None:
         loaded = load(family, self.folder)
@@ -131,7 +131,7 @@ class Trials:
         for arm in self.arms:
             if arm == "mlx_lm" and forced:
                 continue
-            self.tell(f"{name}: {arm}")
+            self.report(f"{name}: {arm}")
             runs[arm] = self._run(arm, loaded)
             row = judge(family, arm, runs[arm], alone=not loaded.batches)
             report.rows.append(replace(row, family=name))
@@ -228,8 +228,8 @@ def main() -> int:
         return 2
     report = Report()
     with tempfile.TemporaryDirectory() as folder, Ledger(arguments.out, "flat", device()) as ledger:
-        tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-        stage = Trials(source, Plan(arguments.steps), arms, Path(folder), tell)
+        say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+        stage = Trials(source, Plan(arguments.steps), arms, Path(folder), say)
         for family in arguments.families:
             stage.play(family, report, ledger)
         text = report.table(f"{arguments.steps:,} steps; {ledger.machine.line()}")

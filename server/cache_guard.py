@@ -346,18 +346,18 @@ class Guard:
         return self.take_census(*groups)
 
     def take_census(self, *groups: Iterable[object]) -> list[Finding]:
-        """Count what is pending now, tell it, and evaluate it if the guard is on."""
+        """Count what is pending now, log what is new, and evaluate it if the guard is on."""
         caches = [list(group) for group in groups]
         known = {key: finding.count for key, finding in self._found.items()}
         findings = [finding for group in caches for finding in census(group, known)]
         self._snapshot.pending = sum(finding.count for finding in findings)
         if findings:
-            self._tell(findings)
+            self._log_new(findings)
             for group in caches:
                 self.settle(group)
         return findings
 
-    def _tell(self, findings: list[Finding]) -> None:
+    def _log_new(self, findings: list[Finding]) -> None:
         news: dict[str, list[int]] = {}
         for finding in findings:
             key = (finding.layer, finding.cache, finding.field)

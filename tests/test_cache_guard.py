@@ -239,11 +239,11 @@ def test_a_chain_too_long_to_count_keeps_its_count(monkeypatch):
 def test_a_census_is_due_at_every_so_many_steps():
     cache, guard = Hidden(), Guard(False, 4, Snapshot())
     settle([cache])
-    told = []
+    reported = []
     for _ in range(9):
         cache.step()
-        told.append(bool(guard.census([cache])))
-    assert told == [False, False, False, True, False, False, False, True, False]
+        reported.append(bool(guard.census([cache])))
+    assert reported == [False, False, False, True, False, False, False, True, False]
 
 
 def test_all_groups_belong_to_one_census():
@@ -266,7 +266,7 @@ def test_a_guard_keeps_an_unknown_cache_flat_and_finds_nothing():
     assert snapshot == Snapshot()
 
 
-def test_a_guard_that_is_off_tells_once_counts_and_changes_nothing(caplog):
+def test_a_guard_that_is_off_logs_once_counts_and_changes_nothing(caplog):
     cache, snapshot = Hidden(), Snapshot()
     settle([cache])
     guard = Guard(False, 8, snapshot)

@@ -42,7 +42,7 @@ def test_the_drawn_tree_has_every_error_with_its_status() -> None:
     assert dict(drawn) == {kind.__name__: str(kind.status) for kind in ALL}
 
 
-def test_codes_tell_errors_apart() -> None:
+def test_codes_distinguish_errors() -> None:
     assert len({kind.code for kind in ALL}) == len(ALL)
 
 
@@ -151,7 +151,7 @@ async def test_a_form_is_refused_and_json_of_any_name_is_read() -> None:
             assert answer.status_code == 200
 
 
-async def test_a_large_body_is_413_whether_or_not_its_length_is_told() -> None:
+async def test_a_large_body_is_413_whether_or_not_its_length_is_given() -> None:
     async def pieces() -> Any:
         for _ in range(100):
             yield b"x" * 1000

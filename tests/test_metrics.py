@@ -473,7 +473,7 @@ def test_a_client_that_left_before_the_answer_has_the_status_499(counted):
     assert scrape(counted)("marathon_http_requests_total", route="/v1/completions", method="POST", status="499") == 1
 
 
-def test_a_name_that_nobody_declared_is_counted_and_raises_nothing(counted):
+def test_a_name_that_was_not_declared_is_counted_and_raises_nothing(counted):
     counted.finished("embeddings", "stop", 1.0, 1, 1)
     s = scrape(counted)
     assert s("marathon_requests_total", endpoint="embeddings", outcome="stop") == 1
@@ -653,7 +653,7 @@ def test_the_servers_own_memory_is_what_the_system_says(counted):
     assert scrape(counted)("marathon_process_resident_bytes") == pytest.approx(kib * 1024, rel=0.2)
 
 
-def test_memory_that_the_system_does_not_tell_is_left_out(counted, monkeypatch):
+def test_memory_that_the_system_does_not_report_is_left_out(counted, monkeypatch):
     monkeypatch.setattr(metrics, "footprint", lambda: 0)
     assert scrape(counted)("marathon_process_resident_bytes") is None
 
@@ -800,7 +800,7 @@ def test_each_axis_of_a_panel_has_one_unit(dashboard):
             assert len(units) <= 1, panel["title"]
 
 
-def test_a_start_is_told_by_its_time_so_that_restarts_show_on_every_system(counted):
+def test_a_start_is_known_by_its_time_so_that_restarts_show_on_every_system(counted):
     began = scrape(counted)("marathon_start_time_seconds")
     assert began == pytest.approx(time.time(), abs=60)
     assert scrape(counted)("marathon_start_time_seconds") == began
@@ -832,7 +832,7 @@ def test_the_table_in_the_documentation_is_up_to_date(tmp_path, capsys):
     assert copy.read_text() == script.PAGE.read_text()
 
 
-def test_the_gap_of_a_resume_is_told_within_a_third():
+def test_the_gap_of_a_resume_is_measured_within_a_third():
     """A gap of 11 seconds showed as 20 while the buckets stood at 10 and 30."""
     usual = [bound for bound in metrics.RESUME_GAP if 1 <= bound <= 40]
     assert all(later <= 2 * earlier for earlier, later in itertools.pairwise(usual))

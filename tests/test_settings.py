@@ -121,7 +121,7 @@ def test_sizes_have_units_everywhere(monkeypatch, tmp_path, text, size):
 
 
 @pytest.mark.parametrize("text", ["8XB", "GB", "-1GB", "8 G B", "eight"])
-def test_what_is_no_size_is_told_what_is(text):
+def test_what_is_no_size_is_refused_with_what_is(text):
     assert "8GB" in (line := refusal({"memory_limit": text}))
     assert "512MiB" in line
 

@@ -52,7 +52,7 @@ async def _killed(scenario: Scenario, kills: int, *, during_resume: bool) -> Fin
                 times = await _kill_again(server, clients, kills, scenario.rng, during_resume)
                 await clients.leave()
         findings = scenario.findings(server, "kills", len(times))
-    _tell(findings, clients, times)
+    _note_answers(findings, clients, times)
     findings.figures["tokens of an answer"] = tokens
     findings.watch(monitor)
     return findings
@@ -103,7 +103,7 @@ def _broken(clients: Clients) -> bool:
     return any(not account.ok for account in clients.accounts())
 
 
-def _tell(findings: Findings, clients: Clients, times: Sequence[float]) -> None:
+def _note_answers(findings: Findings, clients: Clients, times: Sequence[float]) -> None:
     verdicts, gaps = clients.judge(), clients.gaps(times)
     findings.problems += verdicts.problems()
     findings.figures |= {
@@ -152,7 +152,7 @@ async def _broken_inside(scenario: Scenario, act: str, **options: object) -> Fin
                 await asyncio.sleep(0.2)
             await clients.leave()
         findings = scenario.findings(server, "deaths", deaths)
-    _tell(findings, clients, sorted(monitor.deaths.values()))
+    _note_answers(findings, clients, sorted(monitor.deaths.values()))
     if act == "stall":
         limits = findings.thresholds("kill_stalled")
         findings.figures["longest stall limit s"] = max(limits, default=float("nan"))
@@ -233,7 +233,7 @@ async def zombies(scenario: Scenario) -> Findings:
                         late += _check_stall(server, monitor, sent)
                 await clients.leave()
         findings = scenario.findings(server, "faults", len(signs))
-    _tell(findings, clients, list(monitor.deaths.values()))
+    _note_answers(findings, clients, list(monitor.deaths.values()))
     findings.problems += late
     findings.watch(monitor)
     return findings

@@ -77,7 +77,7 @@ def stream(server: harness.Server, tokens: int, temperature: float) -> list[dict
             usage = event.get("usage") or usage
             text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
             if text:
-                tell(watch.tokens, usage["completion_tokens"], tokens)
+                print_progress(watch.tokens, usage["completion_tokens"], tokens)
                 watch.tokens = usage["completion_tokens"]
                 arrivals.append((perf_counter(), watch.tokens))
                 pieces.append(text)
@@ -109,7 +109,7 @@ def events(port: int, tokens: int, temperature: float) -> Iterator[dict[str, Any
                 yield json.loads(line[6:])
 
 
-def tell(before: int, done: int, tokens: int) -> None:
+def print_progress(before: int, done: int, tokens: int) -> None:
     if before // (5 * THOUSAND) != done // (5 * THOUSAND):
         print(f"  {done:,} of {tokens:,} tokens", file=sys.stderr, flush=True)
 

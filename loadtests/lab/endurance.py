@@ -97,14 +97,14 @@ class Traffic:
                 p99 = percentile(self.gaps, 99)
                 self.readings.append(Reading(now, sample["live"], sample["active"] / MIB, speed, p99))
                 self.gaps.clear()
-                self._tell(now)
+                self._print_progress(now)
             last = (now, tokens)
 
     def _sample(self) -> tuple[float, dict[str, float] | None]:
         text = self.server.get("/metrics", timeout=60)[1].decode()
         return sum(self.server.metric(TOKENS).values()), read(text)
 
-    def _tell(self, now: float) -> None:
+    def _print_progress(self, now: float) -> None:
         reading = self.readings[-1]
         left = max(0.0, self.ends - now) / 60
         line = f"  {self.endings.total()} requests, {reading.live:.0f} buffers, {reading.tok_s:.0f} tok/s"

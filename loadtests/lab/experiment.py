@@ -162,7 +162,7 @@ class Progress:
     costs: list[float]
     began: float = field(default_factory=monotonic)
 
-    def tell(self, number: int, words: str) -> None:
+    def report(self, number: int, words: str) -> None:
         print(f"{self.name} {number + 1}/{len(self.costs)}: {words}{self._left(number)}", file=sys.stderr, flush=True)
 
     def _left(self, number: int) -> str:
@@ -180,7 +180,7 @@ def carry_out(experiment: Experiment, arguments: argparse.Namespace) -> int:
     rows: list[Row] = []
     with Sheet(arguments.out, experiment.name, columns) as sheet:
         for number, case in enumerate(experiment.cases):
-            progress.tell(number, case.words())
+            progress.report(number, case.words())
             for row in _rows_of(experiment, case, arguments):
                 sheet.write(_environment(arguments) | row)
                 rows.append(row)

@@ -189,7 +189,7 @@ class CompletionForm(DataEvents):
             encode(text),
             scores,
             reason_of(finish),
-            self._rest(choice, begins) if self.frame.tells_more else self.frame.after_choice,
+            self._rest(choice, begins) if self.frame.has_extras else self.frame.after_choice,
         )
 
     def _rest(self, choice: Choice, begins: bool) -> bytes:

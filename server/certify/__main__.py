@@ -51,14 +51,14 @@ BEYOND = 2  # a run to the limit is given up at so many times the predicted toke
 EXIT_FAILED = 1
 EXIT_UNABLE = 2
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class ReplayProgress:
     """What has been played of all that is to be, and how long the rest will take at that speed."""
 
-    def __init__(self, tell: Tell, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell = tell
+    def __init__(self, report: Report, clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
         self._clock = clock
         self._began = clock()
         self._parts: list[float] = []
@@ -78,7 +78,7 @@ class ReplayProgress:
     def at(self, steps: float, line: str) -> None:
         """A part has come so far."""
         self._now = steps
-        self._tell(f"{line}{self._left()}")
+        self._report(f"{line}{self._left()}")
 
     def _left(self) -> str:
         done = sum(self._parts[: self._ended]) + self._now
@@ -93,22 +93,22 @@ class ReplayProgress:
 
 
 # ---------------------------------------------------------------- playing
-def certify(order: Order, tell: Tell) -> Certificate:
+def certify(order: Order, report: Report) -> Certificate:
     """Raises StartupError when the model can't be loaded."""
     if order.path:
-        return certify_model(order, tell)
+        return certify_model(order, report)
     with tempfile.TemporaryDirectory() as folder:
         path = demonstration.write(Path(folder))
         tokens = order.tokens or demonstration.TOKENS
         limit = order.buffer_limit or demonstration.LIMIT
-        return certify_model(replace(order, path=str(path), tokens=tokens, buffer_limit=limit), tell)
+        return certify_model(replace(order, path=str(path), tokens=tokens, buffer_limit=limit), report)
 
 
-def certify_model(order: Order, tell: Tell) -> Certificate:
+def certify_model(order: Order, report: Report) -> Certificate:
     source = open_source(order)
-    loaded = model.load(Path(order.path), trust_remote_code=order.trust_remote_code, probe=None, on_stage=tell)
+    loaded = model.load(Path(order.path), trust_remote_code=order.trust_remote_code, probe=None, on_stage=report)
     plan = Plan(order.tokens or affordable_tokens(loaded, order.rows), order.rows, min(loaded.probe.vocab_size, 5000))
-    progress = ReplayProgress(tell)
+    progress = ReplayProgress(report)
     progress.expect(*[plan.steps] * 3, agreement.STEPS if loaded.batches else 0)
     progress.at(0, f"three runs of {plan.steps:,} tokens")
     guarded = play(plan, loaded, _gauge(source, "marathon", plan, progress))
@@ -149,7 +149,7 @@ def certify_model(order: Order, tell: Tell) -> Certificate:
 
 
 def affordable_tokens(loaded: LoadedModel, rows: int) -> int:
-    """Tokens of a run: as many as a few minutes have room for, as long as they are enough to tell a slope."""
+    """Tokens of a run: as many as a few minutes have room for, as long as they are enough for a slope."""
     return max(FEWEST, min(TOKENS, int(RUN_SECONDS / (rows * model.step_seconds(loaded.model)))))
 
 
@@ -238,7 +238,7 @@ def faults_of(guarded: Arm, agreed: Agreement | None, changed: float) -> list[st
     return faults
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     if sys.stderr.isatty():
         print(f"{line:78}", end="\r", file=sys.stderr, flush=True)
     else:
@@ -248,7 +248,7 @@ def _tell(line: str) -> None:
 def main() -> int:
     order = Order(**json.loads(sys.stdin.read()))
     try:
-        certificate = certify(order, _tell)
+        certificate = certify(order, _print)
     except StartupError as error:
         print(f"marathon: {joined_lines(str(error))}", file=sys.stderr)
         return EXIT_UNABLE

@@ -250,7 +250,7 @@ class Journal:
         self._flush()  # what was appended before comes before
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        def tell(result: Any, error: Exception | None) -> None:
+        def settle(result: Any, error: Exception | None) -> None:
             if done.done():  # the one who asked has left
                 return
             if error is not None:
@@ -258,7 +258,7 @@ class Journal:
             else:
                 done.set_result(result)
 
-        self._writer.submit(Job(work, tell, kept=kept))
+        self._writer.submit(Job(work, settle, kept=kept))
         return await done
 
     def _unavailable(self) -> JournalUnavailable:

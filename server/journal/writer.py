@@ -158,7 +158,7 @@ class Writer:
     def _write(self, jobs: list[Job]) -> None:
         if self._backlog:  # order counts among kept ones; the others go by themselves and show whether it works again
             self._backlog += [job for job in jobs if job.kept]
-            self._tell([(job, None, sqlite3.OperationalError(self.fault)) for job in jobs if job.kept])
+            self._hand_back([(job, None, sqlite3.OperationalError(self.fault)) for job in jobs if job.kept])
             jobs = [job for job in jobs if not job.kept]
             if not jobs:
                 if time.monotonic() >= self._retry_at:
@@ -189,7 +189,7 @@ class Writer:
         self._ready_at = time.monotonic() + min(seconds * PAUSE_FACTOR, PAUSE_SECONDS)
         self._changes = True
         self._works_again()
-        self._tell([(job, result, None) for job, result in zip(jobs, results, strict=True)], seconds)
+        self._hand_back([(job, result, None) for job, result in zip(jobs, results, strict=True)], seconds)
 
     def _commit(self, jobs: list[Job]) -> list[Any]:
         results: list[Any] = []
@@ -218,10 +218,10 @@ class Writer:
         else:
             log.error("a change of the journal is left out: %s", words)
         self._call(self._counts.failed)
-        self._tell([(job, None, error) for job in jobs])
+        self._hand_back([(job, None, error) for job in jobs])
 
     # ---------------------------------------------------------------- back to the event loop
-    def _tell(self, ends: list[tuple[Job, Any, Exception | None]], seconds: float | None = None) -> None:
+    def _hand_back(self, ends: list[tuple[Job, Any, Exception | None]], seconds: float | None = None) -> None:
         """Settle each job once: with its first failure, or its success."""
         news = [end for end in ends if not end[0].settled]
         for job, _, _ in news:

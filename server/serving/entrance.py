@@ -77,7 +77,7 @@ class Entrance:
             return
         if self._app is None and scope["path"] in PROBES:
             fault = self._names.fault(scope)
-            await (_refusal(fault, scope) if fault else self._tell(scope))(scope, receive, send)
+            await (_refusal(fault, scope) if fault else self._while_loading(scope))(scope, receive, send)
             return
         await self._decided.wait()
         if self._app is not None:
@@ -85,7 +85,7 @@ class Entrance:
         elif self._fault is not None:
             await _refusal(self._fault, scope)(scope, receive, send)
 
-    def _tell(self, scope: Scope) -> Response:
+    def _while_loading(self, scope: Scope) -> Response:
         if scope["path"] == "/live":
             return JSONResponse({"status": "live"})
         reason = f"The model isn't loaded yet: {self._startup.reason}"

@@ -28,21 +28,21 @@ class ServiceManager:
 
     def ready(self) -> None:
         """An engine is ready."""
-        self._tell("READY=1")
+        self._notify("READY=1")
 
     def stopping(self) -> None:
         """The drain has begun."""
-        self._tell("STOPPING=1")
+        self._notify("STOPPING=1")
 
     async def watch(self) -> None:
         """Say twice in each of its periods that the event loop turns, until cancelled."""
         if not self._watchdog_seconds:
             return
         while True:
-            self._tell("WATCHDOG=1")
+            self._notify("WATCHDOG=1")
             await asyncio.sleep(self._watchdog_seconds / 2)
 
-    def _tell(self, news: str) -> None:
+    def _notify(self, news: str) -> None:
         if not self._address:
             return
         address = self._address

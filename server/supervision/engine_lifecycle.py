@@ -346,7 +346,7 @@ class EngineLifecycle:
             self.connection.pid, "ends" if request.late else "is replaced", age,
             request.reason, request.reading, request.threshold,
         )  # fmt: skip
-        if not request.late:  # else it's a death, which it only foretells
+        if not request.late:  # else it's a death, which it only announces
             self._act("rotate", request.reading, request.threshold)
             self._leave(self.connection, "rotation")
         if request.is_leak and self._rotation_pace.rotated(age, late=request.late):

@@ -1,7 +1,7 @@
 """How far long prompts are, in the log, and how fast they are read.
 
 Owns the lines about prompts whose reading takes so long that a user may wonder, and the pace of each. Event-loop
-thread only, over what the engine says each second. No timers: an engine that says nothing has no progress to tell of.
+thread only, over what the engine says each second. No timers: an engine that says nothing has no progress to report.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from server.ipc.snapshot import PromptProgress
 
 EVERY_SECONDS = 10.0
-PACE_SECONDS = 2.0  # of reading that tell more of its pace than the ten seconds before them
+PACE_SECONDS = 2.0  # of reading that show its pace better than the ten seconds before them
 
 log = logging.getLogger("marathon")
 
@@ -34,7 +34,7 @@ class _Course:
             self.done = done
             self.moved = now
 
-    def tell(self, now: float) -> None:
+    def mark_written(self, now: float) -> None:
         if self.moved > self.written_moved:
             self.rate = max(0.0, (self.done - self.written_done) / (self.moved - self.written_moved))
         self.written = now
@@ -71,7 +71,7 @@ class PrefillLog:
             course = self._courses[prompt.seq]
             course.move(prompt.done, now)
             if now - course.written >= EVERY_SECONDS:
-                course.tell(now)
+                course.mark_written(now)
                 left = course.seconds_left(prompt.total)
                 facts = {"sequence": prompt.seq, "done": prompt.done, "total": prompt.total, "seconds_left": left}
                 log.info("a long prompt is being read", extra={"facts": facts})

@@ -205,7 +205,7 @@ class TextState:
                 return
             text = self._resolve(form, self._doubt)
         self._block = self._block or Block(form, self._tools, self._origin[1], self.calls, self._ids)
-        self._tell(self._block.feed(text))
+        self._emit(self._block.feed(text))
         if segment.tag and self._block.in_value and not self._tokenizer.speaks_harmony:
             self._stay_in_block(form, segment.tag)
         elif segment.tag:
@@ -248,7 +248,7 @@ class TextState:
         ended = block.end(whole=whole)
         self.calls += block.calls
         if ended is not None:
-            self._tell(ended)
+            self._emit(ended)
             self._content.trim(None)
             return
         text = block.whole_text + tag
@@ -259,7 +259,7 @@ class TextState:
             self._channels.enter(REASONING)
         self._write(Reasoning, self._thought, text)
 
-    def _tell(self, pieces: Sequence[CallPiece | str]) -> None:
+    def _emit(self, pieces: Sequence[CallPiece | str]) -> None:
         """Pieces of calls, and text beside them. They end reasoning."""
         if pieces and self._origin[0] == REASONING:
             self._origin = (NORMAL, "")

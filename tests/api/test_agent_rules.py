@@ -18,7 +18,7 @@ CALLS = "".join(
 HOSTED = ("web_search", "image_generation", "tool_search", "local_shell", "mcp", "file_search", "code_interpreter")
 
 
-async def test_ids_tell_the_kind_of_an_item_and_calls_have_an_id_of_their_own() -> None:
+async def test_ids_show_the_kind_of_an_item_and_calls_have_an_id_of_their_own() -> None:
     async with run_server(engine(say=says("Hello." + CALLS))) as site:
         answer = await responding.respond(site, tools=agents.CODEX_TOOLS)
         assert answer["id"].startswith("resp_")
@@ -113,7 +113,7 @@ async def test_a_prompt_beyond_the_context_has_the_code_that_codex_knows() -> No
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_who_is_turned_away_for_a_while_is_told_for_how_long() -> None:
+async def test_who_is_turned_away_for_a_while_learns_for_how_long() -> None:
     """Agents wait exactly so long; without it they try dozens of times."""
     async with run_server(engine(starts=["die"] * 9), ready=False) as site:
         await site.until(lambda: site.served.supervisor.hopeless)

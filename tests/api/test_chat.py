@@ -450,7 +450,7 @@ async def test_a_failure_in_a_stream_is_one_event_and_no_done() -> None:
         assert finishes(events) == []
 
 
-async def test_a_failed_plain_answer_tells_sdks_not_to_try_again() -> None:
+async def test_a_failed_plain_answer_asks_sdks_not_to_try_again() -> None:
     fake = engine()
     prompt = tokenizer().chat(USER).ids
     fake.poison[prompt[0]] = Poison(after=1, how="fail")

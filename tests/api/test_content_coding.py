@@ -177,7 +177,7 @@ async def test_a_charset_that_is_unknown_or_untrue_is_refused(site: Site) -> Non
     refused(await post(site, BODY.decode().encode("utf-16")), 400, "UTF-8")
 
 
-async def test_decoding_holds_nobody_up(site: Site) -> None:
+async def test_decoding_holds_no_other_request_up(site: Site) -> None:
     bombs = [post(site, zipped(b" " * (CAP + 1)), "gzip") for _ in range(20)]
     answers = await asyncio.gather(*bombs)
     assert {answer.status_code for answer in answers} == {413}

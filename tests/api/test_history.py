@@ -43,8 +43,8 @@ def in_three_protocols(names: str, results: str) -> dict[str, dict[str, Any]]:
     items = [{"type": "function_call", "call_id": name, "name": name, "arguments": "{}"} for name in names]
     outputs = [{"type": "function_call_output", "call_id": name, "output": f"result of {name}"} for name in results]
     uses = [{"type": "tool_use", "id": name, "name": name, "input": {}} for name in names]
-    told = [{"type": "tool_result", "tool_use_id": name, "content": f"result of {name}"} for name in results]
-    turns = [*USER, {"role": "assistant", "content": uses}, {"role": "user", "content": told}]
+    reported = [{"type": "tool_result", "tool_use_id": name, "content": f"result of {name}"} for name in results]
+    turns = [*USER, {"role": "assistant", "content": uses}, {"role": "user", "content": reported}]
     return {
         "/v1/chat/completions": {"messages": [*spoken, *map(result, results)]},
         "/v1/responses": {"input": [*USER, *items, *outputs]},
@@ -74,13 +74,13 @@ async def test_results_follow_the_calls_that_they_stand_behind() -> None:
     said = [*USER, first, result("x"), result("b"), result("a"), *alone, result("c"), result("d")]
     again = [{"role": "assistant", "tool_calls": [call("b"), call("a")]}, result("a"), result("b"), NEXT]
     async with run_server(engine()) as site:
-        told = await prompt(site, messages=said + again)
-    places = [part.split("<", 1)[0].strip() for part in told.split("result of ")[1:]]
+        reported = await prompt(site, messages=said + again)
+    places = [part.split("<", 1)[0].strip() for part in reported.split("result of ")[1:]]
     assert [place[:1] for place in places] == ["a", "b", "x", "d", "c", "b", "a"]
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1E999", "NaN"])
-async def test_a_number_that_python_has_no_value_for_is_told_as_it_was(number: str) -> None:
+async def test_a_number_that_python_has_no_value_for_is_kept_as_it_was(number: str) -> None:
     arguments = f'{{"x": [{number}]}}'
     async with run_server(engine()) as site:
         said = [*USER, {"role": "assistant", "tool_calls": [call("a", arguments)]}, result("a")]
@@ -106,8 +106,8 @@ async def test_a_refusal_is_what_the_assistant_said(fields: dict[str, Any]) -> N
 
 async def test_a_refusal_beside_other_words_comes_after_them() -> None:
     async with run_server(engine()) as site:
-        told = await prompt(site, messages=answered(content="First.", refusal="Then no."))
-        assert told == await prompt(site, messages=answered(content="First.\n\nThen no."))
+        reported = await prompt(site, messages=answered(content="First.", refusal="Then no."))
+        assert reported == await prompt(site, messages=answered(content="First.\n\nThen no."))
 
 
 async def test_an_older_function_call_is_a_tool_call_and_its_result_a_tools() -> None:
@@ -126,9 +126,9 @@ async def test_an_older_function_call_is_a_tool_call_and_its_result_a_tools() ->
         {"role": "tool", "tool_call_id": "b", "content": "13:00"},
     ]
     async with run_server(engine()) as site:
-        told = await prompt(site, messages=old, tools=[TOOL])
-        assert "Rome" in told
-        assert told == await prompt(site, messages=new, tools=[TOOL])
+        reported = await prompt(site, messages=old, tools=[TOOL])
+        assert "Rome" in reported
+        assert reported == await prompt(site, messages=new, tools=[TOOL])
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ async def ended(large):
             await asyncio.sleep(0.01)
 
 
-async def test_who_waits_when_the_server_ends_is_told(make):
+async def test_who_waits_when_the_server_ends_is_answered(make):
     large = make()
     waiting = asyncio.create_task(large.prepare(large_works.sleep, b"content"))
     while large.pid is None:
@@ -243,7 +243,7 @@ def test_a_large_result_is_loaded_in_turns_with_other_threads():
         ("/v1/responses/input_tokens", "input"),
     ],
 )
-async def test_what_is_far_beyond_the_context_is_not_counted_to_its_end(path, told, monkeypatch):
+async def test_what_is_far_beyond_the_context_is_not_counted_to_its_end(path, reported, monkeypatch):
     """Large requests wait for each other; each of these took half a minute."""
     monkeypatch.setattr("server.api.prepare.COUNTED", 1000)
     monkeypatch.setattr("server.text.tokens.pieces.PIECE", 1000)
@@ -251,7 +251,7 @@ async def test_what_is_far_beyond_the_context_is_not_counted_to_its_end(path, to
 
     def asked(count):
         text = "word of many, " * count
-        return {told: text if told != "messages" else [{"role": "user", "content": text}], "model": "default"}
+        return {reported: text if reported != "messages" else [{"role": "user", "content": text}], "model": "default"}
 
     async with run_server(context=512) as site:
         some = await site.post(path, asked(100))

@@ -42,20 +42,20 @@ async def get(site: Site, path: str) -> httpx.Response:
     return await site.client.get(path)
 
 
-async def test_keep_alive_comments_tell_how_much_of_the_prompt_is_read() -> None:
+async def test_keep_alive_comments_say_how_much_of_the_prompt_is_read() -> None:
     async with slow_site() as site:
         lines: list[str] = []
         await comments(site, lines)
-        *told, usage = lines
+        *reported, usage = lines
         total = re.findall(r'"prompt_tokens":(\d+)', usage)[0]
-        found = [re.fullmatch(r": prefill (\d+)/(\d+)", line) for line in told]
+        found = [re.fullmatch(r": prefill (\d+)/(\d+)", line) for line in reported]
         pairs = [match.groups() for match in found if match]
         assert len(pairs) >= 3
         assert {whole for _, whole in pairs} == {total}
         done = [int(one) for one, _ in pairs]
         assert done == sorted(done)
         assert done[0] < done[-1] < int(total)
-        assert set(told) - {match[0] for match in found if match} <= {": keep-alive"}
+        assert set(reported) - {match[0] for match in found if match} <= {": keep-alive"}
 
 
 async def test_a_request_that_waits_for_its_turn_has_no_progress_yet() -> None:
@@ -131,7 +131,7 @@ def facts(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [record.facts for record in caplog.records if hasattr(record, "facts")]
 
 
-def test_a_line_every_ten_seconds_tells_tokens_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_every_ten_seconds_says_tokens_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "marathon")
     clock = Clock()
     log = PrefillLog(clock)
@@ -193,7 +193,7 @@ def test_short_prompts_and_those_that_are_gone_write_nothing(caplog: pytest.LogC
     assert not caplog.records
 
 
-async def test_the_log_tells_of_a_prompt_under_way(
+async def test_the_log_reports_a_prompt_under_way(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_log, "EVERY_SECONDS", 0.3)

@@ -44,7 +44,7 @@ EVERYTHING = "Hello there." + call("look_up", key=1) + call("later")
 
 
 # ---------------------------------------------------------------- what comes out
-async def test_a_stream_tells_each_block_from_its_beginning_to_its_end() -> None:
+async def test_a_stream_carries_each_block_from_its_beginning_to_its_end() -> None:
     async with run_server(engine(say=says(EVERYTHING))) as site:
         events = await stream(site, tools=TOOLS)
         start, delta, stop = (f"content_block_{what}" for what in ("start", "delta", "stop"))
@@ -82,8 +82,8 @@ async def test_the_reason_for_the_end_is_named(fields: dict[str, Any], reason: s
         whole = await ask(site, **fields)
         assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
         events = await stream(site, **fields)
-        told = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
-        assert events[-2]["delta"] == told
+        reported = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
+        assert events[-2]["delta"] == reported
 
 
 async def test_an_answer_that_fills_the_context_says_so() -> None:
@@ -151,7 +151,7 @@ async def test_a_schema_of_the_answer_is_enforced(fields: dict[str, Any]) -> Non
         assert "Oslo" in submitted.sequence.grammar.text
 
 
-async def test_tokens_are_counted_as_usage_tells_them_also_without_an_engine() -> None:
+async def test_tokens_are_counted_as_usage_has_them_also_without_an_engine() -> None:
     asked = body(tools=TOOLS, system="Be brief.")
     del asked["max_tokens"]
     async with run_server(engine(starts=["hang"]), ready=False) as site:
@@ -182,13 +182,13 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 
 
 def check_refusal(answer: Any, status: int, kind: str) -> None:
-    told = AnthropicErrorBody.model_validate(answer.json())
-    assert (answer.status_code, told.error.type) == (status, kind), answer.text
-    assert told.request_id == answer.headers["request-id"] == answer.headers["x-request-id"]
+    reported = AnthropicErrorBody.model_validate(answer.json())
+    assert (answer.status_code, reported.error.type) == (status, kind), answer.text
+    assert reported.request_id == answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 @pytest.mark.parametrize("path", [PATH, "/messages", f"{PATH}/count_tokens"])
-async def test_refusals_have_anthropics_form_whoever_refuses(path: str) -> None:
+async def test_refusals_have_anthropics_form_whatever_refuses(path: str) -> None:
     async with run_server(max_body_bytes=8192, api_key=["sk-x"]) as site:
         key = {"x-api-key": "sk-x"}
         for fields, status, kind in REFUSED:
@@ -210,8 +210,8 @@ async def test_a_conversation_that_the_server_is_to_hold_is_refused_as_the_sdks_
         for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
             answer = await site.post(path, body(thread=thread))
             check_refusal(answer, 400, "invalid_request_error")
-            told = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-            assert answer.json()["error"]["details"] == told
+            reported = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            assert answer.json()["error"]["details"] == reported
 
 
 async def test_a_prompt_that_is_too_long_is_named_by_the_words_that_agents_know() -> None:

@@ -67,7 +67,7 @@ def test_blocks_become_what_they_mean() -> None:
     ]
 
 
-def test_a_failed_call_is_told_as_such() -> None:
+def test_a_failed_call_is_marked_as_such() -> None:
     said = messages(user(TEXT), assistant(CALL), user(result("no file", is_error=True)))
     assert said[-1]["content"] == "Error: no file"
 

@@ -118,9 +118,9 @@ async def test_every_event_of_a_stream_is_what_the_document_says(path: str, fiel
         assert answer.status_code == 200
     event = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["itemSchema"]
     payload = event["properties"]["data"]["anyOf"][0]["contentSchema"]
-    told = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert (told[-1] == "[DONE]") == ends
-    for data in told:
+    reported = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert (reported[-1] == "[DONE]") == ends
+    for data in reported:
         schema_in(document, event).validate({"data": data})
         if data != "[DONE]":
             schema_in(document, payload).validate(json.loads(data))

@@ -82,17 +82,20 @@ async def test_the_tokens_of_a_chats_prompt_are_counted_without_generating() -> 
     assert len(fake.submits) == 1
 
 
-async def test_a_verbose_chat_tells_the_text_of_its_prompt_once() -> None:
+async def test_a_verbose_chat_returns_the_text_of_its_prompt_once() -> None:
     async with run_server(engine(step_seconds=0.002)) as site:
         prompt = (await site.post("/apply-template", {"messages": USER})).json()["prompt"]
-        for verbose, told in ((True, {"prompt": prompt}), (False, None), (None, None)):
+        for verbose, reported in ((True, {"prompt": prompt}), (False, None), (None, None)):
             whole = ChatCompletion.model_validate((await site.chat(verbose=verbose)).json())
-            assert whole.model_dump(by_alias=True).get("__verbose") == told
+            assert whole.model_dump(by_alias=True).get("__verbose") == reported
             events = [ChatCompletionChunk.model_validate(e) for e in (await site.stream_chat(verbose=verbose))[:-1]]
-            assert [e.model_dump(by_alias=True).get("__verbose") for e in events] == [told, *[None] * (len(events) - 1)]
+            assert [e.model_dump(by_alias=True).get("__verbose") for e in events] == [
+                reported,
+                *[None] * (len(events) - 1),
+            ]
 
 
-async def test_nothing_more_is_told_unless_asked_for() -> None:
+async def test_nothing_more_is_sent_unless_asked_for() -> None:
     async with run_server() as site:
         chat = ChatCompletion.model_validate((await site.chat()).json())
         text = TextCompletion.model_validate((await site.complete()).json())
@@ -110,7 +113,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(folder, trust_remote_code=False)
 
 
-async def test_reasoning_is_told_apart_or_on_request_not_at_all(thinker: Tokenizer) -> None:
+async def test_reasoning_is_kept_apart_or_on_request_not_at_all(thinker: Tokenizer) -> None:
     fake = FakeEngine(vocab_size=thinker.vocab_size, say=says("hm hm</think>Yes.", tokens=thinker))
     async with run_server(fake, tokens=thinker) as site:
         shown, hidden = [(await site.chat(include_reasoning=asked)).json() for asked in (None, False)]
@@ -286,18 +289,20 @@ async def test_timings_come_in_every_chunk_but_the_first_and_in_the_plain_answer
         first, *chunks, last, _ = await site.stream_chat(**options)
         *texts, _ = await site.stream_text(**options)
         plain = [(await ask(timings_per_token=True)).json() for ask in (site.chat, site.complete)]
-        untold = [(await ask()).json() for ask in (site.chat, site.complete)]
+        unreported = [(await ask()).json() for ask in (site.chat, site.complete)]
     assert "timings" not in first
     assert [chunk["timings"]["predicted_n"] for chunk in chunks][-1] == last["timings"]["predicted_n"] == len(IDS)
     assert all(ChatCompletionChunk.model_validate(chunk).timings for chunk in [*chunks, last])
     assert all(TextCompletion.model_validate(chunk).timings for chunk in texts)
     assert ChatCompletion.model_validate(plain[0]).timings
     assert TextCompletion.model_validate(plain[1]).timings
-    for told in (last["timings"], *(answer["timings"] for answer in plain)):
-        assert min(told["prompt_ms"], told["predicted_ms"], told["prompt_per_second"]) > 0
-        assert told["predicted_per_second"] * told["predicted_ms"] == pytest.approx(1000 * (told["predicted_n"] - 1))
-        assert told["cache_n"] + told["prompt_n"] > 0
-    assert not any("timings" in answer for answer in untold)
+    for reported in (last["timings"], *(answer["timings"] for answer in plain)):
+        assert min(reported["prompt_ms"], reported["predicted_ms"], reported["prompt_per_second"]) > 0
+        assert reported["predicted_per_second"] * reported["predicted_ms"] == pytest.approx(
+            1000 * (reported["predicted_n"] - 1)
+        )
+        assert reported["cache_n"] + reported["prompt_n"] > 0
+    assert not any("timings" in answer for answer in unreported)
 
 
 async def test_a_prompt_can_be_truncated_at_either_side() -> None:

@@ -54,7 +54,7 @@ EVERYTHING = "Hello there." + call("look_up", key=1) + call("agents__close", id=
 
 
 # ---------------------------------------------------------------- what comes out
-async def test_a_stream_tells_each_item_from_its_beginning_to_its_end() -> None:
+async def test_a_stream_carries_each_item_from_its_beginning_to_its_end() -> None:
     async with run_server(engine(say=says(EVERYTHING))) as site:
         events = await stream(site, tools=TOOLS)
         text = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done"]
@@ -116,13 +116,13 @@ async def test_usage_has_every_count_from_the_beginning_and_the_count_of_a_promp
 
 async def test_the_answer_repeats_what_was_asked_and_says_that_nothing_is_stored() -> None:
     async with run_server() as site:
-        told: dict[str, Any] = {
+        reported: dict[str, Any] = {
             "metadata": {"a": "b"}, "tool_choice": {"type": "function", "name": "look_up"}, "tools": TOOLS,
             "prompt_cache_key": "thread-1", "safety_identifier": "person-7", "user": "person-7",
         }  # fmt: skip
-        made = await respond(site, store=True, temperature=0, **told)
+        made = await respond(site, store=True, temperature=0, **reported)
         assert ResponseObject.model_validate(made)
-        assert {name: made[name] for name in told} == told
+        assert {name: made[name] for name in reported} == reported
         assert (made["store"], made["background"], made["temperature"]) == (False, False, 0)
 
 
@@ -171,15 +171,15 @@ async def test_log_probabilities_are_those_of_the_texts_tokens() -> None:
     async with run_server(engine(say=says(EVERYTHING))) as site:
         fields: dict[str, Any] = {"include": [LOGPROBS], "top_logprobs": 2, "tools": TOOLS}
         events = await stream(site, **fields)
-        told = [
+        reported = [
             entry for event in events if event["type"] == "response.output_text.delta" for entry in event["logprobs"]
         ]
-        assert "".join(entry["token"] for entry in told) == "Hello there."
-        assert {len(entry["top_logprobs"]) for entry in told} == {2}
+        assert "".join(entry["token"] for entry in reported) == "Hello there."
+        assert {len(entry["top_logprobs"]) for entry in reported} == {2}
         [message] = [item for item in events[-1]["response"]["output"] if item["type"] == "message"]
-        assert message["content"][0]["logprobs"] == told
+        assert message["content"][0]["logprobs"] == reported
         plain = await respond(site, **fields)
-        assert plain["output"][0]["content"][0]["logprobs"] == told
+        assert plain["output"][0]["content"][0]["logprobs"] == reported
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def assert_equal(answer: dict[str, Any], length: int, drawn: list[int], logits: 
     scores = choice["logprobs"]
     assert scores["token_logprobs"] == pytest.approx([line[token] for line, token in zip(plain, drawn, strict=True)],
                                                      abs=1e-3)  # fmt: skip
-    for line, told in zip(plain, scores["top_logprobs"], strict=True):
-        assert sorted(told.values(), reverse=True)[:1] == pytest.approx([line.max()], abs=1e-3)
+    for line, reported in zip(plain, scores["top_logprobs"], strict=True):
+        assert sorted(reported.values(), reverse=True)[:1] == pytest.approx([line.max()], abs=1e-3)
     if (scored := choice["prompt_logprobs"]) is not None:
         assert scored[0] is None
         for token, entry in zip(prompt(length)[1:], scored[1:], strict=True):

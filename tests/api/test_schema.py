@@ -90,7 +90,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_field(fields: dict[str, Any
 
 
 @pytest.mark.parametrize(("seed", "bound"), [(2**63, "less_than_equal"), (-(2**63) - 1, "greater_than_equal")])
-def test_a_value_out_of_range_is_told_in_a_programs_words_too(seed: int, bound: str) -> None:
+def test_a_value_out_of_range_is_described_in_a_programs_words_too(seed: int, bound: str) -> None:
     assert fault(ChatRequest, messages=USER, seed=seed).message.endswith(f"({bound})")
 
 

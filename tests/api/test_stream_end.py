@@ -68,8 +68,8 @@ async def test_scores_and_ids_come_with_the_text_and_the_end_repeats_none(path: 
             ids = [token for choice in [*chunks, end] for token in choice.get("token_ids") or []]
             assert ids == whole["token_ids"]
             key = "content" if path == CHAT else "tokens"
-            told = [entry for c in [*chunks, end] if c["logprobs"] for entry in c["logprobs"][key]]
-            assert told == whole["logprobs"][key]
+            reported = [entry for c in [*chunks, end] if c["logprobs"] for entry in c["logprobs"][key]]
+            assert reported == whole["logprobs"][key]
             if "stop" not in wishes:
                 assert not (end["logprobs"] or {}).get(key), "the text's chunks have shown them"
 

@@ -40,7 +40,7 @@ def issue(order):
 
 
 # ---------------------------------------------------------------- the whole of it
-def test_a_leaking_family_passes_and_its_death_elsewhere_comes_when_it_was_foretold(compiler, tiny, tmp_path):
+def test_a_leaking_family_passes_and_its_death_elsewhere_comes_when_it_was_predicted(compiler, tiny, tmp_path):
     arguments = ["--tokens", "300", "--json", "--buffer-limit", "1100", "--cache-dir", str(tmp_path)]
     status, printed, said = issue(ordered(arguments, tiny("smollm3")))
     assert status == 0, said
@@ -55,8 +55,8 @@ def test_a_leaking_family_passes_and_its_death_elsewhere_comes_when_it_was_foret
     assert arms["mlx_lm"]["at_fault"] == ["BatchKVCache.offset (layers 3, 7)"]
     assert arms["unguarded"]["at_fault"] == arms["mlx_lm"]["at_fault"]
     death = found["death"]
-    foretold = (death["limit"] - death["baseline"]) / arms["mlx_lm"]["buffers_a_token"]
-    assert death["token"] == pytest.approx(foretold, rel=0.02)
+    predicted = (death["limit"] - death["baseline"]) / arms["mlx_lm"]["buffers_a_token"]
+    assert death["token"] == pytest.approx(predicted, rel=0.02)
     assert death["reached"] == pytest.approx(death["token"], rel=0.03)
     assert found["agreement"]["holds"] is True
     assert found["guard_changed"] == 0
@@ -123,8 +123,8 @@ def test_without_a_count_the_graphs_are_counted_and_it_says_so(monkeypatch, tiny
         raise CountUnavailable("no C++ compiler found")
 
     monkeypatch.setattr(native_count, "open_count", refuse)
-    told = []
-    found = __main__.certify(Order(path=str(tiny("lfm2")), tokens=260, rows=2), told.append)
+    reported = []
+    found = __main__.certify(Order(path=str(tiny("lfm2")), tokens=260, rows=2), reported.append)
     assert (found.source, found.source_reason) == ("graph leaves", "no C++ compiler found")
     assert found.passed
     assert found.arms["mlx_lm"].buffers_a_token == pytest.approx(1.1, rel=0.05)
@@ -186,7 +186,7 @@ def test_a_failed_certificate_says_why():
     assert text.endswith("FAILED: not flat")
 
 
-def test_a_flat_model_has_no_death_to_foretell():
+def test_a_flat_model_has_no_death_to_predict():
     assert Death(499_000, 50, None).deviation is None
     assert Death(100, 50, 40.0, 41.0).deviation == pytest.approx(0.025)
 
@@ -238,6 +238,6 @@ def test_an_order_survives_the_way_to_the_child(tmp_path):
 
 
 @pytest.mark.parametrize(("seconds", "tokens"), [(0.001, 1000), (0.08, 500), (2.0, 400)])
-def test_a_slow_model_gets_shorter_runs_unless_told_otherwise(monkeypatch, seconds, tokens):
+def test_a_slow_model_gets_shorter_runs_unless_asked_otherwise(monkeypatch, seconds, tokens):
     monkeypatch.setattr(__main__.model, "step_seconds", lambda model: seconds)
     assert __main__.affordable_tokens(SimpleNamespace(model=None), rows=3) == tokens

@@ -36,9 +36,9 @@ assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.us
 bound = model.bind_tools([get_weather], tool_choice="get_weather", strict=True, parallel_tool_calls=False)
 call = bound.invoke("Weather?")
 assert call.tool_calls[0]["args"]["city"] in {"Oslo", "Rome"}, call
-told = get_weather.invoke(call.tool_calls[0])
-assert isinstance(told, ToolMessage)
-model.bind_tools([get_weather]).bind(max_tokens=4).invoke([HumanMessage("Weather?"), call, told])
+reported = get_weather.invoke(call.tool_calls[0])
+assert isinstance(reported, ToolMessage)
+model.bind_tools([get_weather]).bind(max_tokens=4).invoke([HumanMessage("Weather?"), call, reported])
 streamed = None
 for chunk in bound.stream("Weather?"):
     streamed = chunk if streamed is None else streamed + chunk

@@ -29,9 +29,9 @@ def prompts(site: Site) -> list[str]:
 
 async def test_an_answer_is_text_on_stdout_and_nothing_else() -> None:
     async with run_server() as site:
-        told = await marathon("ask", "Say", "hello.", "--url", site.url)
+        reported = await marathon("ask", "Say", "hello.", "--url", site.url)
         [prompt] = prompts(site)
-    assert (told.code, told.out, told.err) == (0, f"{HELLO}\n", "")
+    assert (reported.code, reported.out, reported.err) == (0, f"{HELLO}\n", "")
     assert "Say hello." in prompt
 
 
@@ -51,7 +51,7 @@ async def test_what_is_piped_in_follows_the_text_and_system_text_precedes_it(
             "--url",
             site.url,
         )
-        told = await in_thread(capsys, *both, stdin="a piped file\n")
+        reported = await in_thread(capsys, *both, stdin="a piped file\n")
         await in_thread(capsys, "ask", "-", "--url", site.url, stdin="only piped\n")
         first, second = prompts(site)
         submitted = [command for command in site.fake.commands if isinstance(command, messages.Submit)]
@@ -59,7 +59,7 @@ async def test_what_is_piped_in_follows_the_text_and_system_text_precedes_it(
     assert "only piped" in second
     assert "-\n" not in second
     assert (submitted[0].sequence.max_tokens, submitted[0].sequence.sampling.temperature) == (2, 0.5)
-    assert told.code == 0
+    assert reported.code == 0
 
 
 async def test_reasoning_is_dimmed_in_a_terminal_and_left_out_of_a_pipe(
@@ -112,11 +112,11 @@ def test_the_line_says_what_a_question_waits_for(row: dict[str, object], said: s
 async def test_where_no_server_runs_one_is_started_and_ended(tiny: Callable[..., Path]) -> None:
     """Its log on stderr has its process id; the model is tiny and random, so the answer only has to be there."""
     environment = {"MARATHON_PORT": "1", "MARATHON_LIVE_BUFFERS": "off"}  # no counter has to be built
-    told = await marathon("ask", "Hello", "--max-tokens", "3", "--model", str(tiny("llama")), **environment)
-    assert told.code == 0, told.err
-    assert told.err.startswith("marathon: no server answers at http://127.0.0.1:1, so one is started")
-    assert "Marathon serves" in told.err
-    [port] = set(re.findall(r"http://127\.0\.0\.1:(\d\d+)", told.err))
+    reported = await marathon("ask", "Hello", "--max-tokens", "3", "--model", str(tiny("llama")), **environment)
+    assert reported.code == 0, reported.err
+    assert reported.err.startswith("marathon: no server answers at http://127.0.0.1:1, so one is started")
+    assert "Marathon serves" in reported.err
+    [port] = set(re.findall(r"http://127\.0\.0\.1:(\d\d+)", reported.err))
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/live", trust_env=False)
 
@@ -126,13 +126,13 @@ async def test_an_error_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixtur
         refused = await in_thread(capsys, "ask", "Hello", "--temperature", "99", "--url", site.url)
         empty = await in_thread(capsys, "ask", "--url", site.url)
     nowhere = await in_thread(capsys, "ask", "Hello", "--url", "http://127.0.0.1:1")
-    for told, words in (
+    for reported, words in (
         (refused, "temperature"),
         (empty, "there is no question"),
         (nowhere, "`marathon serve` starts"),
     ):
-        assert (told.code, told.out, len(told.err.splitlines())) == (1, "", 1)
-        assert words in told.err
+        assert (reported.code, reported.out, len(reported.err.splitlines())) == (1, "", 1)
+        assert words in reported.err
 
 
 async def test_ctrl_c_stops_the_answer_and_frees_its_row() -> None:

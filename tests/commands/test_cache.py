@@ -41,9 +41,14 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_models_are_listed_with_files_bytes_and_ages(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(said(capsys, "--folder", str(home), "--json"))
-    assert (told["folder"], told["bytes"], told["in_use"], told["limit_bytes"]) == (str(home), 5_001_000, False, 0)
-    first, second = told["models"]
+    reported = json.loads(said(capsys, "--folder", str(home), "--json"))
+    assert (reported["folder"], reported["bytes"], reported["in_use"], reported["limit_bytes"]) == (
+        str(home),
+        5_001_000,
+        False,
+        0,
+    )
+    first, second = reported["models"]
     assert (first["model"], first["files"], first["bytes"], first["tokens"]) == ("an-org/a-model", 2, 5_000_000, 512)
     assert first["last_used_seconds"] == pytest.approx(60, abs=30)
     assert first["oldest_seconds"] == pytest.approx(2 * HOUR, abs=30)

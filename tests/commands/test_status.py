@@ -25,38 +25,38 @@ async def test_a_healthy_server_is_shown_with_its_generations_and_exit_code_0(ca
     ):
         pieces = answer.aiter_bytes()
         await anext(pieces)
-        told = await in_thread(capsys, "status", "--url", site.url)
+        reported = await in_thread(capsys, "status", "--url", site.url)
         as_json = await in_thread(capsys, "status", "--json", "--url", f"{site.url}/v1")
-    assert (told.code, told.err) == (0, "")
-    first, *others = told.out.splitlines()
+    assert (reported.code, reported.err) == (0, "")
+    first, *others = reported.out.splitlines()
     assert re.fullmatch(r"\w+: tiny, marathon [\d.]+, up for .*", first)
     assert any(re.search(r"sequences +1 of 32 running, 0 of 256 waiting", line) for line in others)
     assert re.fullmatch(r"  \d+ +\S*completions +decoding +\d+ s +\d+ +[\d,]+/[\d,]+ +\S+ +0", others[-1])
-    assert "secret" not in told.out
-    assert "\033" not in told.out
+    assert "secret" not in reported.out
+    assert "\033" not in reported.out
     assert json.loads(as_json.out)["verdict"]["level"] == "ok"
 
 
 async def test_a_server_in_trouble_gives_exit_code_1_and_names_the_trouble(capsys: Capture) -> None:
     async with run_server(engine(pressure="hold")) as site:
         await site.until(lambda: site.served.feed.report().status.pressure == "hold")
-        told = await in_thread(capsys, "status", "--url", site.url)
-    assert told.code == 1
-    assert "No new work starts until memory or buffers are free again." in told.out
+        reported = await in_thread(capsys, "status", "--url", site.url)
+    assert reported.code == 1
+    assert "No new work starts until memory or buffers are free again." in reported.out
 
 
 async def test_no_server_gives_exit_code_2_and_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARATHON_PORT", "1")
-    told = await in_thread(capsys, "status")
-    assert (told.code, told.out) == (2, "")
-    assert told.err == "marathon: no server answers at http://127.0.0.1:1; `marathon serve` starts one\n"
+    reported = await in_thread(capsys, "status")
+    assert (reported.code, reported.out) == (2, "")
+    assert reported.err == "marathon: no server answers at http://127.0.0.1:1; `marathon serve` starts one\n"
 
 
 @pytest.mark.parametrize("command", ["status", "top"])
 @pytest.mark.parametrize("url", ["http://[", "http://", "http://host:port", "localhost:8080"])
 async def test_an_address_that_is_none_is_one_line(command: str, url: str, capsys: Capture) -> None:
-    told = await in_thread(capsys, command, "--url", url)
-    assert (told.code, len(told.err.splitlines())) == (2, 1)
+    reported = await in_thread(capsys, command, "--url", url)
+    assert (reported.code, len(reported.err.splitlines())) == (2, 1)
 
 
 async def test_a_key_is_taken_from_the_environment_and_its_lack_is_one_line(
@@ -76,9 +76,9 @@ async def test_a_key_is_taken_from_the_environment_and_its_lack_is_one_line(
 async def test_another_program_at_the_address_is_named_in_one_line(command: str, capsys: Capture) -> None:
     async with await asyncio.start_server(_other_program, "127.0.0.1", 0) as other:
         port = other.sockets[0].getsockname()[1]
-        told = await in_thread(capsys, command, "--url", f"http://127.0.0.1:{port}")
-    assert (told.code, told.out, len(told.err.splitlines())) == (2, "", 1)
-    assert "is no Marathon of this version" in told.err
+        reported = await in_thread(capsys, command, "--url", f"http://127.0.0.1:{port}")
+    assert (reported.code, reported.out, len(reported.err.splitlines())) == (2, "", 1)
+    assert "is no Marathon of this version" in reported.err
 
 
 async def _other_program(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -136,7 +136,7 @@ wishes = st.builds(
     dtype=st.sampled_from([mx.float32, mx.bfloat16]),
     coarse=st.booleans(),
 )
-def test_a_row_draws_the_same_whoever_its_batch_mates_are(rows, vocab, dtype, coarse):
+def test_a_row_draws_the_same_beside_any_batch_mates(rows, vocab, dtype, coarse):
     """With coarse logits nearly every border of top-k and top-p is a tie."""
     values = np.random.default_rng(vocab).standard_normal((len(rows), vocab)) * 2
     logits = mx.array(np.float32(np.round(values) if coarse else values)).astype(dtype)

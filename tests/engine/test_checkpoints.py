@@ -403,12 +403,12 @@ def test_the_snapshot_has_the_figures(tiny, tmp_path, monkeypatch):
             one.turn()
         flush(one)
         one.turn()
-        told = one.snapshot
+        reported = one.snapshot
         counts = one.opening.tier.store.counts
-        assert told.kv_disk_files == len(pieces(tmp_path)) > 1
-        assert told.kv_disk_bytes == sum(found.size for found in folder.files(tmp_path))
-        assert told.kv_disk_bytes < told.kv_disk_written_bytes <= counts.written_bytes
-        assert told.kv_disk_seconds["write"] > 0
-        assert 0 <= told.kv_disk_checkpoint_age < 60
+        assert reported.kv_disk_files == len(pieces(tmp_path)) > 1
+        assert reported.kv_disk_bytes == sum(found.size for found in folder.files(tmp_path))
+        assert reported.kv_disk_bytes < reported.kv_disk_written_bytes <= counts.written_bytes
+        assert reported.kv_disk_seconds["write"] > 0
+        assert 0 <= reported.kv_disk_checkpoint_age < 60
         finish(one)
-        assert told.kv_disk_checkpoint_age is None
+        assert reported.kv_disk_checkpoint_age is None

@@ -153,7 +153,7 @@ def allowed(matcher):
     return set(np.flatnonzero(bits).tolist())
 
 
-def told(grammars, tokenizer, text, **options):
+def matcher_after(grammars, tokenizer, text, **options):
     one = constrained(grammars, 0, answer(SCHEMAS[1]), **options)
     for token in tokenizer.encode(text, add_special_tokens=False).ids:
         one.constraint.accept(token)
@@ -167,9 +167,9 @@ def test_ids_without_a_piece_are_never_allowed(grammars):
 
 
 def test_only_the_rows_own_stop_ids_end_a_complete_text(grammars, tokenizer):
-    assert allowed(told(grammars, tokenizer, '"red"')) == {END}
-    assert allowed(told(grammars, tokenizer, '"red"', stop_ids=[77, 2000])) == {77, 2000}
-    assert END not in allowed(told(grammars, tokenizer, '"re', stop_ids=[END]))
+    assert allowed(matcher_after(grammars, tokenizer, '"red"')) == {END}
+    assert allowed(matcher_after(grammars, tokenizer, '"red"', stop_ids=[77, 2000])) == {77, 2000}
+    assert END not in allowed(matcher_after(grammars, tokenizer, '"re', stop_ids=[END]))
 
 
 def test_the_first_requests_stop_ids_are_not_taken_for_the_models_end(table, tokenizer):
@@ -177,8 +177,8 @@ def test_the_first_requests_stop_ids_are_not_taken_for_the_models_end(table, tok
     grammars = opened(table)
     quote = tokenizer.encode('"', add_special_tokens=False).ids[0]
     constrained(grammars, 0, answer(SCHEMAS[1]), stop_ids=[quote])
-    assert allowed(told(grammars, tokenizer, '"red')) >= {quote}
-    assert allowed(told(grammars, tokenizer, '"red"')) == {END}
+    assert allowed(matcher_after(grammars, tokenizer, '"red')) >= {quote}
+    assert allowed(matcher_after(grammars, tokenizer, '"red"')) == {END}
     grammars.close()
 
 
@@ -211,7 +211,7 @@ def test_min_tokens_does_not_starve_a_complete_text(rig, grammars):
 
 
 def test_a_token_that_is_not_allowed_is_an_error_in_one_line(grammars, tokenizer):
-    matcher = told(grammars, tokenizer, '"re')
+    matcher = matcher_after(grammars, tokenizer, '"re')
     with pytest.raises(ValueError, match="satisfy") as caught:
         matcher.accept(100)
     assert "\n" not in str(caught.value)

@@ -230,7 +230,7 @@ def test_a_spare_engine_ends_when_its_server_is_gone_whatever_it_does(start, tin
     assert engine.process.wait(PATIENCE) == 0
 
 
-def test_a_grammar_that_is_compiled_for_ever_holds_no_engine_back_that_is_told_to_leave(start, known):
+def test_a_grammar_that_is_compiled_for_ever_holds_no_engine_back_that_is_asked_to_leave(start, known):
     engine = start(probe=known)
     engine.ready()
     # Compiling it takes minutes; the server refuses it, this test asks the engine itself.
@@ -238,10 +238,10 @@ def test_a_grammar_that_is_compiled_for_ever_holds_no_engine_back_that_is_told_t
     engine.submit(row(0, prompt(5), grammar=endless, stop_ids=[2]))
     engine.submit(row(1, prompt(5), max_tokens=200))
     engine.until(lambda: 1 in engine.ends)
-    told = time.monotonic()
+    reported = time.monotonic()
     engine.send(Drain(EPOCH))
     assert engine.rest() == 0
-    assert time.monotonic() - told < 5
+    assert time.monotonic() - reported < 5
 
 
 def test_a_later_engine_takes_the_probe_of_the_first_and_ends_with_its_server(start, alone):
@@ -274,7 +274,7 @@ def test_the_engine_of_the_next_start_knows_what_the_model_showed(start, tmp_pat
     assert TRIAL in {event.stage for _, event in third.progress}
 
 
-def test_a_folder_without_a_model_is_told_and_ends_with_2(start, tmp_path):
+def test_a_folder_without_a_model_is_reported_and_ends_with_2(start, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     engine = start(folder=tmp_path)
     while not isinstance(event := engine.event(), LoadFailure):

@@ -205,7 +205,7 @@ acts = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(acts=acts, group=st.sampled_from([0, 500, 20_000, 300_000]), step=st.sampled_from([1, 256]))
-def test_groups_never_move_more_than_the_single_padded_batch_and_lose_nobody(acts, group, step):
+def test_groups_never_move_more_than_the_single_padded_batch_and_lose_no_row(acts, group, step):
     facts = Facts(group_bytes=group, each=10, step=step)
     groups, alive = fresh(facts, most=1), []
     for act, value in acts:

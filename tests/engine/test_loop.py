@@ -84,7 +84,7 @@ def test_a_model_that_does_not_batch_serves_all_rows_in_turns(alone):
     assert_all_right(engine, rows, alone, "llama4")
 
 
-def test_the_snapshot_tells_how_far_each_prompt_is_read(monkeypatch):
+def test_the_snapshot_shows_how_far_each_prompt_is_read(monkeypatch):
     monkeypatch.setattr(loop, "ALONE_SECONDS", 0.0)  # a chunk an iteration, and about one beside a row that decodes
     monkeypatch.setattr(prefill, "CHUNKS", (64, 32))  # several for each prompt, however fast the machine seems to be
     shown = []
@@ -149,7 +149,7 @@ def test_a_cancelled_row_is_gone_in_every_phase(alone):
     assert engine.channel.waits[-1] == IDLE_SECONDS
 
 
-def test_a_first_token_is_told_before_the_next_chunk_of_a_longer_prompt(alone):
+def test_a_first_token_is_reported_before_the_next_chunk_of_a_longer_prompt(alone):
     engine = Engine(prefill_stall_ms=1)
     short, long, later = row(0, prompt(9), max_tokens=30), row(1, prompt(900), max_tokens=3), row(2, prompt(20, 1))
     for one in (short, long):
@@ -365,7 +365,7 @@ class Never:
         return 0.0
 
 
-def test_while_a_grammar_is_compiled_others_run_and_nobody_spins(alone, monkeypatch):
+def test_while_a_grammar_is_compiled_others_run_and_the_loop_doesnt_spin(alone, monkeypatch):
     monkeypatch.setattr(loop, "Grammars", lambda *_: Never())
     engine = Engine()
     free = row(1, prompt(9), max_tokens=8)
@@ -432,7 +432,7 @@ def once(place):
 
 @pytest.mark.parametrize("at", [1, 2, 4, 9], ids=["first chunk", "later chunk", "first step", "later step"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_a_pass_that_fails_once_costs_nobody_a_token(alone, family, at):
+def test_a_pass_that_fails_once_costs_no_row_a_token(alone, family, at):
     engine = Engine(family, fault=once(at))
     rows = some_rows(5, 40, 9)
     for one in rows:
@@ -502,7 +502,7 @@ def test_what_one_group_drew_is_delivered_though_the_next_one_fails(alone):
 
 
 @pytest.mark.parametrize("times", [1, 10**6], ids=["once", "always"])
-def test_a_join_that_fails_costs_nobody_anything(monkeypatch, alone, times):
+def test_a_join_that_fails_costs_no_row_anything(monkeypatch, alone, times):
     merge, left = columns.merged, [times]
 
     def failing(rows):
@@ -522,7 +522,7 @@ def test_a_join_that_fails_costs_nobody_anything(monkeypatch, alone, times):
     assert_all_right(engine, rows, alone)
 
 
-def test_a_leave_that_fails_costs_nobody_anything(monkeypatch, alone):
+def test_a_leave_that_fails_costs_no_row_anything(monkeypatch, alone):
     keep, left = columns.kept, [1]
 
     def failing(caches, places, **how):
@@ -565,7 +565,7 @@ def test_what_the_device_can_not_survive_ends_the_loop_at_once(words):
     assert engine.failed == {}
 
 
-def test_a_prompt_that_fails_in_company_takes_nobody_along(alone):
+def test_a_prompt_that_fails_in_company_takes_no_other_along(alone):
     bad = prompt(30, 5)[7]
     engine = Engine(fault=lambda inputs: ValueError("boom") if bad in inputs.flatten().tolist() else None)
     rows = [row(i, prompt(30, i), max_tokens=8) for i in range(8)]

@@ -34,7 +34,7 @@ def test_a_family_that_batches_rightly_batches(family):
         ("longcat_flash_ngram", "differ"),  # only where the window of newest tokens isn't full
     ],
 )
-def test_a_family_that_does_not_is_found_out_and_the_reason_told(family, why):
+def test_a_family_that_does_not_is_found_out_and_the_reason_given(family, why):
     vocabulary, verdict = model.try_batching(tiny_model(family))
     assert vocabulary == 2048
     assert why in verdict
@@ -72,7 +72,7 @@ def test_a_row_costs_what_was_predicted(family):
         assert sum(cost.bytes(length) for cost in costs) == pytest.approx(real, rel=0.05)
 
 
-def test_the_peak_of_the_largest_chunk_is_told_from_smaller_ones(monkeypatch):
+def test_the_peak_of_the_largest_chunk_is_derived_from_smaller_ones(monkeypatch):
     """On a CPU scores are a matrix, so the peak grows with the square."""
     monkeypatch.setattr(model, "LARGEST_CHUNK", 1024)
     built = tiny_model("llama")
@@ -109,7 +109,7 @@ def test_a_lone_prompt_that_can_be_read_is_not_refused():
     Capacity(ready, None, 8).check(TokenSequence([1] * 400, Sampling(0), 100))
 
 
-def test_quantization_is_told_as_people_say_it():
+def test_quantization_is_described_as_people_say_it():
     assert model.quantization({"quantization": {"bits": 4}}) == "4-bit"
     assert model.quantization({"torch_dtype": "bfloat16"}) == "bfloat16"
     assert model.quantization({}) == "none"
@@ -146,31 +146,31 @@ def test_the_file_that_is_no_config_is_named(tmp_path, name, text, said):
 
 
 # ---------------------------------------------------------------- reading
-def test_parts_rise_to_the_total_and_each_is_there_when_it_is_told(monkeypatch):
+def test_parts_rise_to_the_total_and_each_is_there_when_it_is_reported(monkeypatch):
     monkeypatch.setattr(model, "LEAST_BYTES", 10_000)
     built = tiny_model("llama")
-    told: list[tuple[int, int]] = []
-    total = model.read_weights(built, lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    total = model.read_weights(built, lambda done, total: reported.append((done, total)))
     assert total == sum(array.nbytes for _, array in tree_flatten(built.parameters()))
-    done = [part for part, _ in told]
+    done = [part for part, _ in reported]
     assert len(done) > 5
     assert done == sorted(set(done))
-    assert told[-1] == (total, total)
-    assert {whole for _, whole in told} == {total}
+    assert reported[-1] == (total, total)
+    assert {whole for _, whole in reported} == {total}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "deepseek_v32", "gemma3_text"])
 def test_a_load_in_parts_gives_the_model_that_a_load_at_once_gives(family, tmp_path):
     zoo.write(family, tmp_path)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     loaded = model.load(
         tmp_path,
         trust_remote_code=False,
         probe=None,
         on_stage=lambda stage: None,
-        on_read=lambda done, total: told.append((done, total)),
+        on_read=lambda done, total: reported.append((done, total)),
     )
-    assert told[-1] == (loaded.weights_bytes, loaded.weights_bytes)
+    assert reported[-1] == (loaded.weights_bytes, loaded.weights_bytes)
     expected = dict(tree_flatten(tiny_model(family).parameters()))
     found = dict(tree_flatten(loaded.model.parameters()))
     assert found.keys() == expected.keys()

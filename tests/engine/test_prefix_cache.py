@@ -262,7 +262,7 @@ def test_many_small_entries_level_off_long_before_their_bytes_do():
     assert prefix.lookup(prompt(40, 5)) is not None
 
 
-def test_an_entry_larger_than_the_budget_drives_nobody_out():
+def test_an_entry_larger_than_the_budget_evicts_no_other():
     one = pinned_bytes(cache_arrays(kv(100)))
     prefix = PrefixCache(2 * one, Snapshot())
     prefix.insert(prompt(100), kv(100))

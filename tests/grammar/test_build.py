@@ -374,7 +374,7 @@ def test_a_model_whose_calls_are_no_json_cannot_be_forced() -> None:
         tools.constraint(None, tools.read(request), ChatPrompt([1], [1], False), other)
 
 
-def test_a_real_tokenizer_tells_its_tags() -> None:
+def test_the_tags_of_a_real_tokenizer_are_found() -> None:
     tokenizer = Tokenizer.load(TOKENIZER, trust_remote_code=False)
     request = ChatRequest.model_validate(
         {

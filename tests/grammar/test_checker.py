@@ -89,14 +89,14 @@ def test_the_alarm_of_the_other_process_ends_it_by_itself():
     checker.close()
 
 
-def test_it_ends_with_whoever_asked(checker):
+def test_it_ends_with_the_process_that_asked(checker):
     checker.fault(lark('start: "a"'))
     process = checker._process
     process.stdin.close()
     assert process.wait(10) == 0
 
 
-def test_closing_answers_whoever_waits(checker):
+def test_closing_answers_those_that_wait(checker):
     checker.fault(lark('start: "a"'))
     os.kill(checker.pid, signal.SIGSTOP)
     answers = []

@@ -245,17 +245,17 @@ async def test_a_slow_disk_delays_and_loses_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "saved"), [("kill@before-commit:1", None), ("kill@before-commit:8", 6), ("kill@after-commit:8", 7)]
 )
-async def test_what_was_told_outlives_a_kill_at_a_commit(tmp_path, fault, saved):
+async def test_what_was_sent_outlives_a_kill_at_a_commit(tmp_path, fault, saved):
     path = tmp_path / "j.db"
     command = [sys.executable, killed_writer.__file__, str(path), fault]
     ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    told = ended.stdout.split()
+    reported = ended.stdout.split()
     async with opened(path) as journal:
         if saved is None:
-            assert told == []
+            assert reported == []
             assert await journal.get("resp_1", "") is None
             return
         ids = (await journal.ids("resp_1"))[0].tokens
     assert ids == list(range(saved))
-    assert told == ["added", *map(str, range(6))]
+    assert reported == ["added", *map(str, range(6))]

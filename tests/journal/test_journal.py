@@ -61,7 +61,7 @@ async def test_ids_go_on_where_a_lost_server_left_them(tmp_path):
         assert (await journal.ids(lost.id))[0].tokens == list(range(600))
 
 
-async def test_what_is_told_is_committed(tmp_path):
+async def test_what_was_sent_is_committed(tmp_path):
     async with opened(tmp_path / "j.db") as journal:
         await journal.add(record())
         log = journal.tokens("resp_1")

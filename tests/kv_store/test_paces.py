@@ -51,7 +51,7 @@ def test_the_latest_counts_more_than_what_was_long_ago():
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(255, 1000), (1, MIB - 1)])
-def test_what_is_too_little_to_tell_a_pace_is_left_out(tokens, size):
+def test_what_is_too_little_for_a_pace_is_left_out(tokens, size):
     paces = Paces()
     paces.note_prefill(tokens, 100.0)
     paces.note_reading(size, 100.0)

@@ -27,11 +27,11 @@ SEEDED = {"max_tokens": 1, "temperature": 0.5, "top_k": 2, "seed": 2, "ignore_eo
 
 def account(tokens: list[str], top: list[dict[str, float]] | None = None, **body: Any) -> Account:
     """A good answer of these tokens."""
-    told = Account(dict(GREEDY, **body), status=200, done=True, finish="length")
-    told.tokens, told.text = list(tokens), "".join(tokens)
-    told.top = top or [{token: -0.1, "z": -5.0} for token in tokens]
-    told.usage = {"prompt_tokens": 3, "completion_tokens": len(tokens)}
-    return told
+    reported = Account(dict(GREEDY, **body), status=200, done=True, finish="length")
+    reported.tokens, reported.text = list(tokens), "".join(tokens)
+    reported.top = top or [{token: -0.1, "z": -5.0} for token in tokens]
+    reported.usage = {"prompt_tokens": 3, "completion_tokens": len(tokens)}
+    return reported
 
 
 def verdict(expected: Account, seen: Account) -> Verdicts:
@@ -107,24 +107,29 @@ def test_a_dead_engine_may_be_called_alive_for_200_ms_and_no_longer() -> None:
 
 @pytest.mark.parametrize("lie", [(True, False, False), (False, True, False), (False, False, True)])
 def test_every_one_of_the_three_must_say_it(lie: tuple[bool, bool, bool]) -> None:
-    told = samples((1.3, 1, *lie), (1.5, None, *DOWN), (2.0, None, *DOWN), (3.0, 2, *UP))
-    assert len(judge(told, {1: 1.0})) == 1
+    reported = samples((1.3, 1, *lie), (1.5, None, *DOWN), (2.0, None, *DOWN), (3.0, 2, *UP))
+    assert len(judge(reported, {1: 1.0})) == 1
 
 
 def test_an_engine_that_lives_must_not_be_called_dead() -> None:
-    told = samples((1.0, 1, *UP), (1.1, 1, True, False, True), (1.2, 1, *UP))
-    assert judge(told, {}) == ["engine 1 lived: /health up, /ready down, marathon_engine_up up"]
+    reported = samples((1.0, 1, *UP), (1.1, 1, True, False, True), (1.2, 1, *UP))
+    assert judge(reported, {}) == ["engine 1 lived: /health up, /ready down, marathon_engine_up up"]
 
 
 # ---------------------------------------------------------------- counting
 def test_a_gap_is_the_silence_around_a_time() -> None:
-    told = Account({}, arrivals=[(1.0, 1), (2.0, 2), (5.0, 3)])
-    assert (told.gap_at(3.0), told.gap_at(1.5), told.gap_at(0.5), told.gap_at(6.0)) == (3.0, 1.0, None, None)
-    assert told.moved_since(4.9)
-    assert not told.moved_since(5.0)
+    reported = Account({}, arrivals=[(1.0, 1), (2.0, 2), (5.0, 3)])
+    assert (reported.gap_at(3.0), reported.gap_at(1.5), reported.gap_at(0.5), reported.gap_at(6.0)) == (
+        3.0,
+        1.0,
+        None,
+        None,
+    )
+    assert reported.moved_since(4.9)
+    assert not reported.moved_since(5.0)
 
 
-def test_a_row_that_is_preempted_too_often_for_its_progress_is_told() -> None:
+def test_a_row_that_is_preempted_too_often_for_its_progress_is_reported() -> None:
     log = "".join(
         f"x sequence {seq} gave its memory back after {n} tokens and waits\n" for seq, n in ((3, 64), (4, 70), (3, 127))
     )
@@ -133,7 +138,7 @@ def test_a_row_that_is_preempted_too_often_for_its_progress_is_told() -> None:
     assert shortage.too_often(rows) == ["a row with 127 tokens was preempted 2 times"]
 
 
-def test_memory_that_goes_on_growing_is_told() -> None:
+def test_memory_that_goes_on_growing_is_reported() -> None:
     level, growing = [100e6 + (i % 3) * 1e6 for i in range(40)], [100e6 + i * 1e6 for i in range(40)]
     assert disconnects.memory_problems({"server": level}) == []
     assert disconnects.memory_problems({"server": growing})
@@ -159,18 +164,18 @@ def test_a_problem_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 # ---------------------------------------------------------------- the listener
-async def test_the_listener_tells_what_came_streamed_or_plain() -> None:
+async def test_the_listener_returns_what_came_streamed_or_plain() -> None:
     async with run_server() as site:
         port = int(site.url.rpartition(":")[2])
         body = completion("Say", 30, ignore_eos=False)
         streamed, plain = await asyncio.gather(
             ask(port, body), ask(port, body | {"stream": False, "stream_options": None})
         )
-        for told in (streamed, plain):
-            assert told.ok
-            assert told.text == "Hello there, how are you?"
-            assert told.usage["completion_tokens"] == len(told.tokens) + 1  # the end token has no text
-            assert len(told.top) == len(told.logprobs) == len(told.tokens)
+        for reported in (streamed, plain):
+            assert reported.ok
+            assert reported.text == "Hello there, how are you?"
+            assert reported.usage["completion_tokens"] == len(reported.tokens) + 1  # the end token has no text
+            assert len(reported.top) == len(reported.logprobs) == len(reported.tokens)
         refused = await ask(port, body | {"max_tokens": -1})
         assert (refused.status, refused.ok) == (400, False)
 

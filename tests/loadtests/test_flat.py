@@ -177,7 +177,7 @@ def test_what_grew_is_what_counts():
     assert [(f.layer, f.field) for f in run.growing] == [(1, "y"), (2, "z")]
 
 
-def test_caches_are_told_in_words(loaded):
+def test_caches_are_described_in_words(loaded):
     assert caches_in_words(make_prompt_cache(loaded("qwen3_5").model)) == "3 ArraysCache, 1 KVCache"
 
 
@@ -209,7 +209,7 @@ class Engine:
         self._socket.close()
 
 
-def test_three_leaked_buffers_a_step_show_as_three_and_foretell_the_end(source, tiny, tmp_path):
+def test_three_leaked_buffers_a_step_show_as_three_and_predict_the_end(source, tiny, tmp_path):
     limit = 100_000
     engine = Engine(
         tiny("llama"),
@@ -220,7 +220,7 @@ def test_three_leaked_buffers_a_step_show_as_three_and_foretell_the_end(source, 
         prefix_cache=0,
     )
     try:
-        seen = foretold(engine)
+        seen = predicted(engine)
     finally:
         engine.stop()
     assert seen.buffers_per_token == pytest.approx(3, rel=0.05)
@@ -230,7 +230,7 @@ def test_three_leaked_buffers_a_step_show_as_three_and_foretell_the_end(source, 
     assert seen.pending == 0  # nothing hangs behind a cache: it is no leak that the guard could stop
 
 
-def foretold(engine):
+def predicted(engine):
     """The first snapshot with a slope over at least 1,000 tokens."""
     deadline = time.monotonic() + 60
     for event in engine.events():

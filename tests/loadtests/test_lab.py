@@ -313,7 +313,7 @@ def ended(**fields):
     )
 
 
-def test_truthful_endings_are_told_from_others():
+def test_truthful_endings_are_distinguished_from_others():
     assert not traffic.is_truthful("short", ended())
     assert not traffic.is_truthful("disconnect", ended(left=True, finishes=0, done=False))
     assert not traffic.is_truthful("deadline", ended(finishes=0, finish="", error="timeout"))

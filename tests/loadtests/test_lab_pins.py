@@ -186,7 +186,7 @@ def test_state_submitted_with_the_step_does_not_chain(per_step):
     assert not is_pending([state.seen])
 
 
-def test_a_history_of_tokens_that_nobody_reads_chains_and_evaluated_it_does_not(per_step):
+def test_a_history_of_tokens_that_is_never_read_chains_and_evaluated_it_does_not(per_step):
     history = [mx.zeros((1,), mx.int32)]
 
     def grow(i):

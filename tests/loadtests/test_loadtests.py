@@ -95,7 +95,7 @@ def test_a_round_in_which_a_subject_failed_does_not_count() -> None:
     assert verdict.values == [2.0]
 
 
-def test_a_bar_that_nobody_measured_fails_unless_nobody_wanted_it() -> None:
+def test_a_bar_that_was_not_measured_fails_unless_it_was_not_asked_for() -> None:
     bar = Bar("x", ratio("tok_s", REFERENCE), "≥", 1.0)
     [verdict] = judge("row", [bar], rounds((1, 1)), NAMES)
     assert verdict.passed is False

@@ -35,10 +35,10 @@ class CutServer:
             return httpx.Response(200, json=made)
         after = int(request.url.params.get("starting_after", -1))
         rest = [event for event in self._events if event["sequence_number"] > after]
-        return httpx.Response(200, content=b"".join(told(rest[:150])))
+        return httpx.Response(200, content=b"".join(served(rest[:150])))
 
 
-def told(events: list[Event]) -> Iterator[bytes]:
+def served(events: list[Event]) -> Iterator[bytes]:
     for event in events:
         yield b"data: " + json.dumps(event).encode() + b"\n\n"
 

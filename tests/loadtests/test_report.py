@@ -224,7 +224,7 @@ def test_a_leak_in_marathon_is_said_with_its_rate():
 
 def test_an_end_on_the_lines_own_tokens_is_no_forecast():
     tables = [
-        finding_of("residency", bare(), leaking(ceiling_predicted=foretold)).tables[-1] for foretold in (464.0, 707.0)
+        finding_of("residency", bare(), leaking(ceiling_predicted=predicted)).tables[-1] for predicted in (464.0, 707.0)
     ]
     assert [table.rows[1][5].startswith("yes") for table in tables] == [False, True]
 

@@ -45,7 +45,7 @@ def test_live_buffers_are_counted_exactly(counter):
     assert counter.settled() - before == 600
 
 
-def test_a_chain_that_nobody_evaluates_holds_one_buffer_a_link(counter):
+def test_a_chain_that_is_never_evaluated_holds_one_buffer_a_link(counter):
     x = mx.array([0])
     before = counter.raw()
     for _ in range(500):

@@ -153,7 +153,7 @@ def test_readings_at_one_and_the_same_place_have_no_slope_yet():
     assert slope.fit is not None
 
 
-def test_too_few_points_tell_nothing():
+def test_too_few_points_mean_nothing():
     slope = Slope(spacing=1)
     for x in range(4):
         slope.add(x, x, x)
@@ -185,7 +185,7 @@ def test_the_first_answer_is_always_a_reclaim(ratio):
     assert pressure.calm_seconds(2) == 0
 
 
-def test_what_a_reclaim_frees_holds_nobody_up():
+def test_what_a_reclaim_frees_holds_no_row_up():
     pressure = Pressure(0)
     pressure.judge(buffers(0.99), 1)
     assert pressure.judge(buffers(0.5), 1, reclaimed=True) == []
@@ -241,21 +241,21 @@ def test_the_second_reading_of_a_rising_count_is_not_waited_for():
 
 def test_a_high_count_that_stands_still_is_never_a_reason_to_rotate():
     pressure = Pressure(0)
-    told = []
+    reported = []
     for now in range(1, 200, 5):
-        told += pressure.judge(buffers(0.95), now)
-        told += pressure.judge(buffers(0.95), now, reclaimed=True)
-    assert set(names(told)) == {Verb.RECLAIM, Verb.HOLD}
+        reported += pressure.judge(buffers(0.95), now)
+        reported += pressure.judge(buffers(0.95), now, reclaimed=True)
+    assert set(names(reported)) == {Verb.RECLAIM, Verb.HOLD}
     assert pressure.level == Level.HOLD
 
 
 def test_two_readings_must_follow_each_other_to_rotate():
     pressure = Pressure(0)
-    told = []
+    reported = []
     for now in range(1, 60, 5):
         for ratio in (0.95, 0.90):
-            told += pressure.judge(buffers(ratio, rising=True), now, reclaimed=True)
-    assert Verb.ROTATE not in names(told)
+            reported += pressure.judge(buffers(ratio, rising=True), now, reclaimed=True)
+    assert Verb.ROTATE not in names(reported)
 
 
 def test_bytes_preempt_as_long_as_they_are_short_after_a_reclaim():
@@ -296,7 +296,7 @@ def test_no_reading_beyond_the_limit_is_harmless():
         pressure.judge(memory(0.90), now, reclaimed=True)
 
 
-def test_a_reclaim_that_nobody_asked_for_shows_no_earlier_reading_to_be_harmless():
+def test_a_reclaim_that_was_not_asked_for_shows_no_earlier_reading_to_be_harmless():
     pressure = Pressure(0)
     pressure.judge(memory(0.99), 1)
     pressure.judge(memory(0.97), 1, reclaimed=True)
@@ -323,16 +323,16 @@ def test_weights_are_no_pressure_however_much_of_the_limit_they_take(resource, s
 
 @pytest.mark.parametrize("share", [0.3, 0.82, 0.96])
 def test_beside_weights_the_levels_come_one_after_the_other_and_before_the_limit(share):
-    pressure, told = Pressure(0), {}
+    pressure, reported = Pressure(0), {}
     for now in range(110):
         reading = memory(share + now / 100 * (1 - share), floor=share * LIMIT)
         acts = pressure.judge(reading, now)
         acts += pressure.judge(reading, now, reclaimed=True) if acts else []
         for act in acts:
-            told.setdefault(act.name, now)
+            reported.setdefault(act.name, now)
             assert act.threshold <= act.reading
-    assert list(told) == [Verb.RECLAIM, Verb.HOLD, Verb.PREEMPT]
-    assert told[Verb.RECLAIM] < told[Verb.HOLD] < told[Verb.PREEMPT] < 100
+    assert list(reported) == [Verb.RECLAIM, Verb.HOLD, Verb.PREEMPT]
+    assert reported[Verb.RECLAIM] < reported[Verb.HOLD] < reported[Verb.PREEMPT] < 100
     assert share * LIMIT < pressure.urgent_bytes(LIMIT, share * LIMIT) < LIMIT
 
 
@@ -447,7 +447,7 @@ def test_growth_that_kv_explains_is_no_leak(monkeypatch):
     assert rig.snapshot.tokens_to_exhaustion[BYTES] == math.inf
 
 
-def test_growth_beyond_kv_is_told_and_its_end_reckoned(monkeypatch):
+def test_growth_beyond_kv_is_reported_and_its_end_reckoned(monkeypatch):
     rig = Rig(memory_limit=10**9)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 10**8 + rig.kv + 500 * rig.snapshot.generated_tokens)
     for _ in range(40):
@@ -495,16 +495,16 @@ def test_a_raw_count_that_looks_high_is_settled_before_anything_is_due():
 
 
 def test_pressure_goes_the_whole_way_in_order_and_everything_is_recorded(caplog):
-    rig, told = Rig(Count(live=0)), []
+    rig, reported = Rig(Count(live=0)), []
     with caplog.at_level(logging.INFO):
         for _ in range(40):
             rig.source.live += 25
             for act in rig.step(64):
-                told.append((act.name, rig.source.live))
+                reported.append((act.name, rig.source.live))
                 for then in rig.reclaim(act):
-                    told.append((then.name, rig.source.live))
+                    reported.append((then.name, rig.source.live))
             rig.clock.now += 1
-    first = dict(reversed(told))
+    first = dict(reversed(reported))
     assert first == {Verb.RECLAIM: 750, Verb.HOLD: 850, Verb.ROTATE: 950}
     assert rig.snapshot.pressure == "rotate"
     counts = rig.snapshot.action_counts
@@ -541,7 +541,7 @@ def test_what_the_next_step_takes_counts_before_it_is_taken():
     assert weights.size
 
 
-def test_what_is_left_is_told_until_nothing_may_wait():
+def test_what_is_left_is_reported_until_nothing_may_wait():
     weights = mx.zeros(10_000_000)
     mx.eval(weights)
     limit = mx.get_active_memory() * 2
@@ -569,9 +569,9 @@ def test_weights_at_82_percent_of_the_limit_cost_no_prefix_and_no_warning(caplog
     rig.residency.note_weights()
     rig.snapshot.kv_cached_buffers, rig.snapshot.kv_cached_bytes = 10, 1000
     with caplog.at_level(logging.INFO):
-        told = [act for _ in range(1000) for act in rig.step(64)]
+        reported = [act for _ in range(1000) for act in rig.step(64)]
         assert rig.reclaim() == []  # also when the server asks
-    assert (told, rig.evicted, rig.snapshot.pressure, caplog.records) == ([], 0, "calm", [])
+    assert (reported, rig.evicted, rig.snapshot.pressure, caplog.records) == ([], 0, "calm", [])
     assert weights.size
 
 

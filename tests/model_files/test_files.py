@@ -38,7 +38,7 @@ def folder(tmp_path: Path, config: Any = None, **files: str) -> Path:
     return tmp_path
 
 
-def told(path: Path, tools: Any = None) -> str:
+def rendered(path: Path, tools: Any = None) -> str:
     tokenizer = Tokenizer.load(path, trust_remote_code=False)
     return tokenizer.decode(tokenizer.chat(MESSAGES, tools=tools).ids, special=True)
 
@@ -74,7 +74,7 @@ def kept(value: Any) -> str:
     ],
 )
 def test_a_template_is_found_wherever_it_is_kept(tmp_path: Path, config: Any, files: dict[str, str]) -> None:
-    assert told(folder(tmp_path, config, **files)) == "ONE hi"
+    assert rendered(folder(tmp_path, config, **files)) == "ONE hi"
 
 
 @pytest.mark.parametrize("place", ["config", "chat_template_json", "additional_chat_templates__tool_use_jinja"])
@@ -86,7 +86,7 @@ def test_a_template_for_tools_is_used_for_tools(tmp_path: Path, place: str) -> N
         path = folder(tmp_path, **{place: kept(both)})
     else:
         path = folder(tmp_path, ONE, **{place: both["tool_use"]})
-    assert (told(path), told(path, TOOLS)) == ("ONE hi", "TWO hi")
+    assert (rendered(path), rendered(path, TOOLS)) == ("ONE hi", "TWO hi")
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}", kept(None), kept(5), kept([5]), kept(""), kept({"a": 5})])

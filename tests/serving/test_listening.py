@@ -64,7 +64,7 @@ def test_the_second_on_a_port_is_refused_wherever_the_first_would_answer(monkeyp
         listen(second, port)
 
 
-def test_who_has_bound_the_port_without_listening_keeps_nobody_from_noticing_the_second():
+def test_a_port_that_is_bound_without_listening_does_not_hide_the_second_server():
     """SO_REUSEADDR lets both bind; listening is what tells them apart."""
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

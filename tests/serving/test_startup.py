@@ -207,11 +207,11 @@ async def entrance(monkeypatch: pytest.MonkeyPatch, locate: Callable[..., ModelL
                 await asyncio.wait_for(task, 30)
 
 
-async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(monkeypatch, tiny, capsys):
+async def test_while_the_model_is_looked_for_probes_are_answered_and_requests_wait(monkeypatch, tiny, capsys):
     found = threading.Event()
 
-    def locate(settings: Any, tell: Callable[[str], None]) -> ModelLocation:
-        tell("fetching <b>: 12 of 93 MB")
+    def locate(settings: Any, report: Callable[[str], None]) -> ModelLocation:
+        report("fetching <b>: 12 of 93 MB")
         found.wait(30)
         return ModelLocation(tiny("llama"), "tiny")
 
@@ -235,9 +235,9 @@ async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(m
         assert page.headers["content-type"].startswith("text/html")
         assert "default-src 'none'" in page.headers["content-security-policy"]
         assert "fetching &lt;b&gt;: 12 of 93 MB" in page.text
-        told = await in_thread(capsys, "status", "--url", str(place.client.base_url))
-        assert told.code == 2
-        assert "fetching <b>: 12 of 93 MB" in told.err
+        reported = await in_thread(capsys, "status", "--url", str(place.client.base_url))
+        assert reported.code == 2
+        assert "fetching <b>: 12 of 93 MB" in reported.err
         for host, status in (("evil.example", 403), ("localhost, localhost", 400)):
             refused = await place.client.get("/health", headers={"Host": host})
             assert (refused.status_code, set(refused.json())) == (status, {"error"})
@@ -251,10 +251,10 @@ async def test_while_the_model_is_looked_for_probes_are_told_and_requests_wait(m
 async def test_a_server_can_be_ended_while_its_model_is_fetched(monkeypatch):
     cleared = threading.Event()
 
-    def locate(settings: Any, tell: Callable[[str], None]) -> ModelLocation:
+    def locate(settings: Any, report: Callable[[str], None]) -> ModelLocation:
         try:
             while True:
-                tell("still fetching")
+                report("still fetching")
                 time.sleep(0.02)
         finally:
             cleared.set()
@@ -276,7 +276,7 @@ async def test_a_server_can_be_ended_while_its_model_is_fetched(monkeypatch):
 async def test_without_a_model_the_server_ends_with_the_reason_and_who_waits_hears_it(monkeypatch):
     go = threading.Event()
 
-    def locate(settings: Any, tell: Callable[[str], None]) -> ModelLocation:
+    def locate(settings: Any, report: Callable[[str], None]) -> ModelLocation:
         go.wait(30)
         raise StartupError("there is no network")
 
@@ -292,7 +292,7 @@ async def test_without_a_model_the_server_ends_with_the_reason_and_who_waits_hea
 
 
 async def test_a_fault_of_the_program_ends_the_start_too(monkeypatch):
-    def locate(settings: Any, tell: Callable[[str], None]) -> ModelLocation:
+    def locate(settings: Any, report: Callable[[str], None]) -> ModelLocation:
         raise ZeroDivisionError("a mistake")
 
     async with entrance(monkeypatch, locate) as place:

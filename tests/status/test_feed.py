@@ -83,7 +83,7 @@ async def test_a_death_and_a_resume_are_events_and_the_row_counts_what_it_surviv
     assert numbers == list(range(1, len(numbers) + 1))
 
 
-async def test_an_engine_that_is_back_within_the_second_is_still_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_is_back_within_the_second_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "TICK_SECONDS", 0.5)
     async with run_server() as site:
         await until_event(site, "ready")

@@ -81,7 +81,7 @@ def test_an_engine_that_cannot_be_started_is_critical_and_says_why() -> None:
     assert "no process can be started" in found.sentences[0]
 
 
-def test_engines_that_keep_dying_are_critical_and_one_death_is_told() -> None:
+def test_engines_that_keep_dying_are_critical_and_one_death_is_mentioned() -> None:
     assert judge(status(), Deaths(3)).title == "The engine keeps dying"
     once = judge(status(engine=engine(resumed={"crash": 2})), Deaths(1))
     assert once.level == "ok"
@@ -144,7 +144,7 @@ def test_the_gravest_finding_comes_first() -> None:
     assert "No new work" in found.sentences[1]
 
 
-def test_a_drain_is_told() -> None:
+def test_a_drain_is_mentioned() -> None:
     assert judge(status(draining=True, ready=False)).title == "Shutting down"
 
 

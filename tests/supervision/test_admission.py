@@ -54,8 +54,8 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers
     with pytest.raises(ContextLengthError, match=r"context length is 100\b.*\b100 tokens") as caught:
         capacity(context=100).check(sequence(100))
     assert caught.value.status == 400
-    told = caught.value.body()["error"]
-    assert (told["n_prompt_tokens"], told["n_ctx"]) == (100, 100), "llama.cpp's clients read them there"
+    reported = caught.value.body()["error"]
+    assert (reported["n_prompt_tokens"], reported["n_ctx"]) == (100, 100), "llama.cpp's clients read them there"
 
 
 def test_the_smaller_of_setting_and_model_is_the_context():
@@ -71,7 +71,7 @@ def test_a_prompt_that_could_never_fit_is_refused_with_both_numbers():
         c.check(sequence(256))
 
 
-def test_an_unknown_memory_limit_refuses_nobody():
+def test_an_unknown_memory_limit_refuses_no_request():
     capacity(FULL, context=10**9).check(sequence(4000))
     room = Room(capacity(FULL), [4000] * 31)
     assert room.admits_new(4000)
@@ -101,7 +101,7 @@ def test_a_short_prompt_needs_its_part_of_the_largest_chunks_peak():
     assert not room.admits_new(10)
 
 
-def test_what_a_chunk_may_take_refuses_nobody():
+def test_what_a_chunk_may_take_refuses_no_request():
     """It is an estimate, and the engine reads a lone prompt in chunks as short as need be."""
     capacity(FULL, limit=1000 + 2 * 2560, chunk=800).check(sequence(128))
     with pytest.raises(ExceedsMemory):
@@ -135,7 +135,7 @@ def test_hold_and_rotate_admit_nothing_new(pressure: str, admitted: bool):
     assert Room(capacity(), [10], pressure=pressure).admits_new(10) is admitted
 
 
-def test_with_nothing_running_somebody_may_always_start():
+def test_with_nothing_running_one_sequence_may_always_start():
     room = Room(capacity(FULL, limit=1), [], pressure="rotate")
     assert room.admits_new(4000)
     assert room.admits_preempted(4000)

@@ -111,7 +111,7 @@ def notes(notebook: Path) -> list[list[str]]:
     return [line.split() for line in notebook.read_text().splitlines()] if notebook.exists() else []
 
 
-async def test_caffeinate_is_told_to_end_with_us_and_is_gone_after_the_release(caffeinate: Path):
+async def test_caffeinate_is_asked_to_end_with_the_server_and_is_gone_after_the_release(caffeinate: Path):
     held = module.assertion(True, "darwin")
     assert held is not None
     for times in (1, 2):

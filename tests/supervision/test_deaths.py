@@ -44,8 +44,8 @@ async def test_a_generation_survives_its_engine(fake, counts, how):
         assert supervisor.engine.epoch == 2
     cause = "stall" if how in ("stuck", "stopped") else "crash"
     assert counts.of("engine_restarted") == [(cause,)]
-    assert [told[0] for told in counts.of("resumed")] == [cause] * 4
-    assert [told[0] for told in counts.of("recomputed")] == [cause] * 4
+    assert [reported[0] for reported in counts.of("resumed")] == [cause] * 4
+    assert [reported[0] for reported in counts.of("recomputed")] == [cause] * 4
     assert counts.sum("generated") == 1200
 
 
@@ -291,8 +291,8 @@ FAILURES = ["die", "die@hello", "garbage", "no_spawn", "load_failed", "hang"]
 @played
 async def test_a_model_that_cant_be_loaded_ends_the_first_start_for_good(fake, counts):
     fake.starts = ["load_failed"]
-    told: list[str] = []
-    supervisor = Supervisor(load({}), "model", counts, spawn=fake.spawn, on_load_failed=told.append)
+    reported: list[str] = []
+    supervisor = Supervisor(load({}), "model", counts, spawn=fake.spawn, on_load_failed=reported.append)
     await supervisor.start()
     with pytest.raises(StartupError, match=r"no config\.json"):
         await supervisor.wait_known()
@@ -300,7 +300,7 @@ async def test_a_model_that_cant_be_loaded_ends_the_first_start_for_good(fake, c
         supervisor.open([sequence()], endpoint="chat")
     await asyncio.sleep(60)
     assert len(fake.lives) == 1
-    assert told == ["the model folder has no config.json"]
+    assert reported == ["the model folder has no config.json"]
     await supervisor.stop(0)
 
 

@@ -183,7 +183,7 @@ def check(world: World) -> None:
             assert stream.error is None
 
 
-async def tell(
+async def run_story(
     begin: list[tuple[int, int]], starts: list[str], spares: list[str], story: list[Act], speed: dict[str, float]
 ) -> None:
     fake = FakeEngine(**speed, starts=starts, spare_starts=spares)
@@ -214,4 +214,4 @@ async def tell(
 def test_whatever_happens_no_token_is_lost_or_repeated_and_no_stream_waits_for_ever(
     begin, starts, spares, story, speed
 ):
-    virtual_time.run(tell(begin, starts, spares, story, speed))
+    virtual_time.run(run_story(begin, starts, spares, story, speed))

@@ -32,7 +32,7 @@ async def test_a_rotation_is_a_planned_seam_and_never_two_engines(fake, counts):
     assert len(counts.of("resumed")) == 16
 
 
-async def test_rotations_put_nobody_on_probation(fake, counts):
+async def test_rotations_put_no_generation_on_probation(fake, counts):
     async with supervise(fake, counts) as supervisor:
         lives = [supervisor.open([endless(i)], endpoint="chat") for i in range(3)]
         for epoch in range(2, 14):

@@ -92,8 +92,8 @@ async def test_news_of_another_epoch_are_not_heard(fake, counts):
     async with supervise(fake, counts) as supervisor, supervisor.open([endless()], endpoint="chat") as live:
         await first_tokens(live)
         seq = live.generations[0].seq
-        fake.life.tell(messages.Steps(99, [seq], [999_999]))
-        fake.life.tell(messages.RowFailure(99, seq, "row", "not yours"))
+        fake.life.emit(messages.Steps(99, [seq], [999_999]))
+        fake.life.emit(messages.RowFailure(99, seq, "row", "not yours"))
         await first_tokens(live, 5)
         assert 999_999 not in live.generations[0].generated
 
@@ -103,7 +103,7 @@ async def test_a_step_that_contradicts_itself_is_garbage(fake, counts):
     async with supervise(fake, counts) as supervisor:
         task = asyncio.create_task(collect(supervisor.open([s], endpoint="chat")))
         await until(lambda: counts.of("first_token"))
-        fake.life.tell(messages.Steps(1, [1, 2], [5]))
+        fake.life.emit(messages.Steps(1, [1, 2], [5]))
         assert await task == [fake.expected(s)]
         assert supervisor.engine.restarts == 1
 

@@ -66,7 +66,7 @@ def test_what_is_slow_as_a_rule_is_usual():
     assert durations.usual == 3.0
 
 
-def test_chunks_and_steps_and_their_sizes_are_told_apart():
+def test_chunks_and_steps_and_their_sizes_are_kept_apart():
     durations = Durations()
     for kind, size, seconds in [("step", 1, 0.01), ("chunk", 2048, 5.0), ("chunk", 64, 0.2)] * 3:
         durations.enter(kind, size)

@@ -66,7 +66,7 @@ async def test_cached_tokens_come_with_the_first_news_only(fake, counts):
     assert set(cached[1:]) == {None}
 
 
-async def test_a_slow_reader_gets_fewer_and_larger_news_and_holds_nobody(fake, counts):
+async def test_a_slow_reader_gets_fewer_and_larger_news_and_holds_no_other(fake, counts):
     fake.step_seconds = 0
     async with supervise(fake, counts) as supervisor:
         slow = supervisor.open([sequence(max_tokens=500)], endpoint="chat")
@@ -108,7 +108,7 @@ async def test_reading_past_the_end_is_a_mistake_that_shows(fake, counts):
 
 
 # ---------------------------------------------------------------- many at once
-async def test_nobody_is_left_behind_after_many_disconnects(fake, counts):
+async def test_no_generation_is_left_after_many_disconnects(fake, counts):
     chance = random.Random(5)
     before, tasks_before = len(os.listdir("/dev/fd")), len(asyncio.all_tasks())
 

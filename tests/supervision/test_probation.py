@@ -79,7 +79,7 @@ def test_two_on_probation_never_run_together():
     assert may_start(other, [tried])
 
 
-def test_the_last_trial_comes_first_and_with_nobody_else_in_the_engine():
+def test_the_last_trial_comes_first_and_alone_in_the_engine():
     good, last = G(1).moves(), on_probation(2, blamed=MAX_BLAMED - 1)
     assert order([good, last]) == [last, good]
     assert may_start(last, [])
@@ -157,7 +157,7 @@ def test_all_that_fare_alike_are_ended_later_than_one_that_doesnt():
     assert judge([four[0]], absent=four[1:]) == [four[0]]
 
 
-def test_one_that_dies_where_others_had_got_tokens_is_ended_whoever_else_dies():
+def test_one_that_dies_where_others_had_got_tokens_is_ended_however_many_others_die():
     bad, worse, good = G(1), G(2), G(3)
     judge([bad, worse, good])
     for _ in range(MAX_BLAMED - 1):
@@ -189,7 +189,7 @@ def test_idle_engines_that_die_take_blame_off_but_the_last():
     assert (g.past.blamed, g.past.barren) == (1, 1)
 
 
-def test_eight_deaths_in_company_end_nobody_but_mean_a_longer_probation():
+def test_eight_deaths_in_company_end_no_generation_but_mean_a_longer_probation():
     a, b = G(1), G(2)
     for _ in range(MANY_DEATHS):
         assert judge([a.moves(3), b.moves(40)]) == []
@@ -212,7 +212,7 @@ def test_one_that_got_far_in_one_of_its_last_two_engines_has_no_longer_probation
     assert far.past.trial == 3
 
 
-def test_a_death_with_nobody_on_probation_in_the_engine_takes_blame_off_those_that_wait():
+def test_a_death_of_an_engine_without_probation_takes_blame_off_those_that_wait():
     good, waits, clean = G(1).moves(), on_probation(2, blamed=2), on_probation(3)
     judge([good], absent=[waits, clean])
     assert (waits.past.blamed, clean.past.blamed) == (1, 0)
@@ -220,7 +220,7 @@ def test_a_death_with_nobody_on_probation_in_the_engine_takes_blame_off_those_th
     assert waits.past.blamed == 1, "that death may be the doing of the one on probation"
 
 
-def test_random_kills_during_each_resume_end_nobody_who_gets_on():
+def test_random_kills_during_each_resume_end_no_generation_that_gets_on():
     """Streams move between two pairs of kills; one request is always the last to come back."""
     streams, last = [G(seq) for seq in range(4)], G(9)
     everyone = [*streams, last]
@@ -245,7 +245,7 @@ def test_the_trial_that_may_be_the_last_comes_first():
     assert judge([a]) == [a]
 
 
-def test_stalls_in_company_count_against_nobody():
+def test_stalls_in_company_count_against_no_generation():
     a, b = G(1).moves(), G(2)
     judge([a, b], stalled=True)
     assert (a.past.deaths, b.past.deaths) == (0, 0)
@@ -305,7 +305,7 @@ def run(kills_after: dict[int, int], engines: int) -> tuple[set[int], set[int], 
 
 @pytest.mark.parametrize("after", range(12))
 @pytest.mark.parametrize("seq", [0, 3, 5])
-def test_one_that_kills_its_engines_is_found_and_nobody_else_is_harmed(seq: int, after: int):
+def test_one_that_kills_its_engines_is_found_and_no_other_is_harmed(seq: int, after: int):
     done, ended, engines = run({seq: after}, engines=300)
     assert ended == ({seq} if after == 0 else set()), "one that gets on ends by its own limit"
     assert done == set(range(6)) - ended

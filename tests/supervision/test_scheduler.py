@@ -120,7 +120,7 @@ async def test_one_rows_failure_is_that_rows(fake, counts):
         assert results[1] == [fake.expected(s)]
         await until(lambda: not fake.rows)
         assert supervisor.engine.restarts == 0
-    assert sorted(told[1] for told in counts.of("finished")) == ["error", "length"]
+    assert sorted(reported[1] for reported in counts.of("finished")) == ["error", "length"]
 
 
 async def test_a_row_that_cant_go_on_for_memory_says_so(fake, counts):
@@ -234,7 +234,7 @@ async def test_a_deadline_counts_the_time_in_the_queue(fake, counts):
         assert supervisor.waiting == 0
 
 
-async def test_a_deadline_frees_the_row_even_when_nobody_reads(fake, counts):
+async def test_a_deadline_frees_the_row_even_without_a_reader(fake, counts):
     async with supervise(fake, counts, request_timeout_seconds=0.05) as supervisor:
         live = supervisor.open([endless()], endpoint="chat")
         await until(lambda: fake.rows)

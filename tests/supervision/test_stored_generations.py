@@ -127,7 +127,7 @@ async def test_a_generation_goes_on_after_the_ids_it_has(fake, counts, known):
         assert await collect(live) == [whole[known:]]
     assert log.tokens[0] == whole[known:]
     assert fake.submits[0].generated == whole[:known]
-    assert [told[0] for told in counts.of("resumed")] == ["restart"]
+    assert [reported[0] for reported in counts.of("resumed")] == ["restart"]
     assert counts.of("recomputed") == ([("restart", 2 + known)] if known else [])
     assert counts.sum("generated") == 40 - known
     assert len(counts.of("first_token")) == (not known)

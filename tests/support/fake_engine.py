@@ -12,7 +12,7 @@ What it says: token `position` of a sequence is `fake.say(sequence, position)`; 
 choice, position), so a token lost or repeated at a seam shows. Pass `say=` to script other ids (text, stop ids).
 It ends rows by max_tokens ("length") and stop_ids ("stop", from min_tokens on; the id is delivered).
 
-What it can be told (from the event loop's thread; all but `starts` and `poison` act on the living engine):
+What it can be asked for (from the event loop's thread; all but `starts` and `poison` act on the living engine):
     fake.starts = ["die", "hang", "load_failed", "garbage", "no_spawn", "ok"]   one entry a start, then "ok" for ever
                  = ["die@hello", "die@ready", "die@submit", "die@taken", "die@prefill", "die@token:3"]   where it dies:
                    before it reads its first command; once it's ready; when it's given a sequence, before it has taken
@@ -150,7 +150,7 @@ class FakeEngine:
     def cancels(self) -> list[int]:
         return [c.seq for c in self.commands if isinstance(c, messages.Cancel)]
 
-    # ------------------------------------------------------------ what it can be told
+    # ------------------------------------------------------------ what it can be asked for
     def die(self) -> None:
         self.life.end(-9)
 
@@ -186,15 +186,15 @@ class FakeEngine:
     def preempt(self, seq: int | None = None) -> int:
         seq = max(self.rows) if seq is None else seq
         del self.rows[seq]
-        self.life.tell(messages.Preemption(self.life.epoch, seq))
+        self.life.emit(messages.Preemption(self.life.epoch, seq))
         return seq
 
     def rotate(self, reading: float = 490_000, threshold: float = 480_000, **more: bool) -> None:
-        self.life.tell(messages.Rotate(self.life.epoch, reading, threshold, "live buffers", **more))
+        self.life.emit(messages.Rotate(self.life.epoch, reading, threshold, "live buffers", **more))
 
     def fail_row(self, seq: int, kind: str = "row", message: str = "the row broke") -> None:
         del self.rows[seq]
-        self.life.tell(messages.RowFailure(self.life.epoch, seq, kind, message))
+        self.life.emit(messages.RowFailure(self.life.epoch, seq, kind, message))
 
 
 def finish_of(sequence: TokenSequence, generated: list[int]) -> Finish | None:
@@ -254,7 +254,7 @@ class Life:
         with contextlib.suppress(OSError):
             self.theirs.send(data)
 
-    def tell(self, event: messages.Event) -> None:
+    def emit(self, event: messages.Event) -> None:
         self.put(framing.pack(event))
 
     async def _take(self) -> None:
@@ -288,7 +288,7 @@ class Life:
                 assert command.epoch == self.epoch
                 assert command.seq not in self.rows
                 self._dies_at("submit")
-                self.tell(messages.RowIntake(self.epoch, command.seq))
+                self.emit(messages.RowIntake(self.epoch, command.seq))
                 self._dies_at("taken")
                 self.rows[command.seq] = row
                 self._work.set()
@@ -306,11 +306,11 @@ class Life:
             case "garbage":
                 self.put(GARBAGE)
             case "ok":
-                self.tell(messages.Preparation())
+                self.emit(messages.Preparation())
 
     async def _run(self) -> None:
         await asyncio.sleep(self.fake.import_seconds)
-        self.tell(messages.Progress(self.epoch, 1, messages.LOADING))
+        self.emit(messages.Progress(self.epoch, 1, messages.LOADING))
         self._tasks.append(asyncio.ensure_future(self._report()))
         await asyncio.sleep(self.fake.load_seconds)
         await self.moves.wait()
@@ -322,10 +322,10 @@ class Life:
             case "garbage":
                 return self.put(GARBAGE)
             case "load_failed":
-                self.tell(messages.LoadFailure(self.epoch, "the model folder has no config.json"))
+                self.emit(messages.LoadFailure(self.epoch, "the model folder has no config.json"))
                 return self.end(2)
         self.is_ready = True
-        self.tell(self._ready())
+        self.emit(self._ready())
         self._dies_at("ready")
         self._tasks.append(asyncio.ensure_future(self._report()))
         while True:
@@ -368,7 +368,7 @@ class Life:
             stage = "serving" if was_ready else "loading"
             still = asyncio.get_running_loop().time() - self.beaten
             weights = None if was_ready else self.fake.weights
-            self.tell(messages.Progress(self.epoch, self.count, stage, snapshot if was_ready else None, still, weights))
+            self.emit(messages.Progress(self.epoch, self.count, stage, snapshot if was_ready else None, still, weights))
             await asyncio.sleep(self.fake.progress_seconds)
 
     async def _iterate(self) -> None:
@@ -379,7 +379,7 @@ class Life:
             await self._prefill(row)
         await self.moves.wait()
         if self.rows and not self.stalled:
-            self.tell(self.step())
+            self.emit(self.step())
             self._dies_at(f"token:{self.steps}")
         for row in list(self.rows.values()):
             self._harm(row)
@@ -396,7 +396,7 @@ class Life:
         if row.seq in self.rows and not self.stalled:
             row.started = True
             self.beat()
-            self.tell(messages.Steps(self.epoch, [], [], started=[messages.RowStart(row.seq, 0)]))
+            self.emit(messages.Steps(self.epoch, [], [], started=[messages.RowStart(row.seq, 0)]))
             self._dies_at("prefill")
 
     def beat(self) -> None:

@@ -70,7 +70,7 @@ def answer(pieces: Iterable[Piece]) -> Answer:
     return collected
 
 
-def told(parts: Sequence[str | bytes], tokenizer: Spelled | None = None, **wishes: Any) -> Answer:
+def read_answer(parts: Sequence[str | bytes], tokenizer: Spelled | None = None, **wishes: Any) -> Answer:
     tokenizer = tokenizer or Spelled()
     return answer(itertools.chain(*stream(state(tokenizer, **wishes), tokenizer.tokens(parts))))
 

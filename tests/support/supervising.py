@@ -22,13 +22,13 @@ class Recorded:
         self.calls: list[tuple[str, tuple[object, ...]]] = []
 
     def __getattr__(self, verb: str) -> Callable[..., None]:
-        return lambda *told: self.calls.append((verb, told))
+        return lambda *reported: self.calls.append((verb, reported))
 
     def of(self, verb: str) -> list[tuple[object, ...]]:
-        return [told for name, told in self.calls if name == verb]
+        return [reported for name, reported in self.calls if name == verb]
 
     def sum(self, verb: str) -> int:
-        return sum(told[-1] for told in self.of(verb))  # type: ignore[misc]
+        return sum(reported[-1] for reported in self.of(verb))  # type: ignore[misc]
 
 
 @asynccontextmanager

@@ -122,10 +122,10 @@ def shown(answer: Answer) -> str:
 
 
 def _text(choices: list[Any]) -> str:
-    told = [
+    reported = [
         choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") for choice in choices
     ]
-    return "".join(text or "" for text in told)
+    return "".join(text or "" for text in reported)
 
 
 # ---------------------------------------------------------------- event loops

@@ -57,7 +57,7 @@ def parsed(lines: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def test_in_json_every_line_is_an_object_whoever_wrote_it():
+def test_in_json_every_line_is_an_object_of_any_writer():
     lines = parsed(spoken("json", "engine 7"))
     said = {line["message"]: line for line in lines}
     assert said["said by us"]["level"] == "info"

@@ -141,7 +141,7 @@ def spelled(parser: str) -> Spelled:
     return Spelled(None, tool_format(parser, module.tool_call_start, module.tool_call_end))
 
 
-def told(parser: str, parts: list[str] | list[bytes], *, cut: bool = False) -> Answer:
+def read_answer(parser: str, parts: list[str] | list[bytes], *, cut: bool = False) -> Answer:
     tokenizer = spelled(parser)
     text = state(tokenizer, tools=TOOLS)
     pieces = list(itertools.chain(*(text.feed([token]) for token in tokenizer.tokens(parts))))
@@ -153,7 +153,7 @@ def read(found: Answer) -> list[Call]:
 
 
 def whole_and_in_pieces(parser: str, text: str) -> Answer:
-    one, many = told(parser, [text]), told(parser, list(text))
+    one, many = read_answer(parser, [text]), read_answer(parser, list(text))
     assert one == many
     return one
 
@@ -184,7 +184,7 @@ def test_a_cut_answer_delivers_what_can_be_read_or_its_text(parser: str) -> None
     calls = [CALLS[0], *CALLS[2:]]
     text = WRITERS[parser](calls)
     for end in range(len(text)):
-        found = told(parser, [text[:end]], cut=True)
+        found = read_answer(parser, [text[:end]], cut=True)
         if not found.calls:
             assert found.content == text[:end]
             continue
@@ -262,12 +262,12 @@ def test_arguments_are_the_same_however_the_text_is_cut(
     written = [text for _, arguments in calls for text in strings(arguments)]
     assume(not any("\r" in text or AMBIGUOUS.get(parser, lambda _: False)(text) for text in written))
     text = WRITERS[parser](calls)
-    plain = told(parser, [text])
+    plain = read_answer(parser, [text])
     assert read(plain) == calls
     assert plain.content == ""
-    assert told(parser, list(cuts(text.encode(), itertools.cycle(sizes)))) == plain
+    assert read_answer(parser, list(cuts(text.encode(), itertools.cycle(sizes)))) == plain
     end = int(len(text) * share)
-    assert told(parser, [text[:end]], cut=True) == told(parser, list(text[:end]), cut=True)
+    assert read_answer(parser, [text[:end]], cut=True) == read_answer(parser, list(text[:end]), cut=True)
 
 
 FRAGMENTS = [
@@ -284,9 +284,9 @@ def test_whatever_a_model_writes_streamed_and_plain_are_equal(
     parser: str, fragments: list[str], cut: bool, sizes: list[int]
 ) -> None:
     text = "".join(fragments)
-    plain = told(parser, [text], cut=cut)
-    assert told(parser, list(cuts(text.encode(), itertools.cycle(sizes))), cut=cut) == plain
-    assert told(parser, list(text), cut=cut) == plain
+    plain = read_answer(parser, [text], cut=cut)
+    assert read_answer(parser, list(cuts(text.encode(), itertools.cycle(sizes))), cut=cut) == plain
+    assert read_answer(parser, list(text), cut=cut) == plain
     if not plain.calls and "think>" not in text:
         assert plain.content == text
 
@@ -392,13 +392,13 @@ def test_long_arguments_are_read_in_time_that_grows_with_them(parser: str) -> No
     """Where reading took time with the square of the length, this would take half a minute."""
     for unit in ("x", "<", "x </", "{", "'", "f(", "é\n", "</tool_call>", "</tool_call>a", "<![CDATA[", ", "):
         text = WRITERS[parser]([("f", {"text": unit * 6_000})])
-        assert [call.name for call in told(parser, [text]).calls] == ["f"]
+        assert [call.name for call in read_answer(parser, [text]).calls] == ["f"]
         form = spelled(parser).tool_format
         assert form is not None
-        told(parser, [form.start + unit * 6_000 + form.end])
+        read_answer(parser, [form.start + unit * 6_000 + form.end])
 
 
-def test_a_call_is_told_when_its_block_ends() -> None:
+def test_a_call_is_emitted_when_its_block_ends() -> None:
     tokenizer = spelled("qwen3_coder")
     text = state(tokenizer, tools=TOOLS)
     pieces = text.feed(tokenizer.tokens([qwen(CALLS)]))
@@ -448,7 +448,7 @@ def test_mlx_lms_parsers_still_need_the_readers_here(parser: str, inner: str, ca
     """Where this fails the parser reads what ours stands in for, and the reader here may go."""
     form = spelled(parser).tool_format
     assert form is not None
-    assert read(told(parser, [form.start + inner + form.end])) == calls
+    assert read(read_answer(parser, [form.start + inner + form.end])) == calls
     try:
         made = form.parse(inner, TOOLS)
     except ValueError:

@@ -202,7 +202,7 @@ def test_conversations_with_the_same_instructions_share_them(loaded: dict[str, T
     assert words["content"] in tokenizer.decode(one.ids[: one.marks[0]], special=True)
 
 
-def test_what_a_client_got_wrong_is_told_in_the_templates_words(loaded: dict[str, Tokenizer]) -> None:
+def test_a_clients_mistake_is_refused_in_the_templates_words(loaded: dict[str, Tokenizer]) -> None:
     with pytest.raises(InvalidValue, match="roles must alternate"):
         loaded["counting"].chat([U("q"), calls("c1"), U("no result")])
 
@@ -215,9 +215,9 @@ def test_the_run_over_real_templates_finds_what_a_template_hides(
     small.write(files, small.byte_level, small_templates.EASY, eos_token="<|im_end|>")
     asked = ["--tokenizers", str(tmp_path / "tokenizers"), "--only", "qwen3", "gemma2", "--drawn", "9"]
     assert real_templates.main(asked) == 0
-    told = capsys.readouterr().out
-    assert "qwen3: all holds" in told
-    assert "gemma2: skipped, it isn't in" in told
+    reported = capsys.readouterr().out
+    assert "qwen3: all holds" in reported
+    assert "gemma2: skipped, it isn't in" in reported
     templates = tmp_path / "templates"
     templates.mkdir()
     (templates / "hides.jinja").write_text("{% for m in messages %}{{ m.content[:9] if loop.last }}{% endfor %}")

@@ -13,7 +13,7 @@ import pytest
 import small_tokenizers as small
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spelling import REPLACED, THINK, TOOLS, Spelled, answer, cuts, state, stream, told, tool_format
+from spelling import REPLACED, THINK, TOOLS, Spelled, answer, cuts, read_answer, state, stream, tool_format
 from tokenizers import AddedToken
 
 from server.text.detokenizer import Answer, Call, CallArguments, CallBegin, Content, Reasoning, TextState
@@ -37,11 +37,11 @@ def test_half_a_character_at_the_end_is_dropped() -> None:
 @pytest.mark.parametrize("data", [b"a\xffb", b"\xe2\x82a", b"\xf0\x9f\xf0\x9f\x8e\x89", b"\xc3\x28"])
 def test_bytes_that_are_no_text_are_replaced_as_python_does(data: bytes) -> None:
     parts = [bytes([byte]) for byte in data]
-    assert told(parts).content == told([data]).content == data.decode("utf-8", "replace")
+    assert read_answer(parts).content == read_answer([data]).content == data.decode("utf-8", "replace")
 
 
 def test_the_leading_space_is_kept() -> None:
-    assert told([" 9", ", 10"]).content == " 9, 10"
+    assert read_answer([" 9", ", 10"]).content == " 9, 10"
 
 
 def test_special_tokens_are_shown_only_when_asked_for() -> None:
@@ -112,8 +112,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     ],
 )
 def test_an_answer_ends_before_the_first_stop_string(parts: list[str], stops: list[str], left: str) -> None:
-    assert told(parts, stops=stops).content == left
-    assert told(["".join(parts)], stops=stops).content == left
+    assert read_answer(parts, stops=stops).content == left
+    assert read_answer(["".join(parts)], stops=stops).content == left
 
 
 def test_a_stop_string_is_known_at_once() -> None:
@@ -168,25 +168,25 @@ def test_a_stop_string_ends_reasoning_too() -> None:
     "parts", [["<think>", "I see.", "</think>", "Yes."], ["<th", "ink>I s", "ee.</", "think>Yes."]]
 )
 @pytest.mark.parametrize("special", [False, True])
-def test_reasoning_is_told_apart(parts: list[str], special: bool) -> None:
+def test_reasoning_is_kept_apart(parts: list[str], special: bool) -> None:
     tokenizer = Spelled()
     made = [tokenizer.tokens([p], special=special and p in THINK) for p in parts]
     assert answer(state(tokenizer).feed(itertools.chain(*made))) == Answer("Yes.", "I see.")
 
 
 def test_reasoning_that_the_prompt_opened_goes_on() -> None:
-    assert told(["I see.", "</think>", "Yes."], reasoning=True) == Answer("Yes.", "I see.")
-    assert told(["I see."], reasoning=True) == Answer("", "I see.")
+    assert read_answer(["I see.", "</think>", "Yes."], reasoning=True) == Answer("Yes.", "I see.")
+    assert read_answer(["I see."], reasoning=True) == Answer("", "I see.")
 
 
 def test_line_breaks_around_reasoning_are_layout() -> None:
     parts = ["<think>\n", "One.\n", "\nTwo.", "\n", "</think>", "\n", "\n", "Yes.\n"]
-    assert told(parts) == Answer("Yes.\n", "One.\n\nTwo.")
-    assert told(["<think>\n\n</think>\n\n", " Yes."]) == Answer(" Yes.", "")
+    assert read_answer(parts) == Answer("Yes.\n", "One.\n\nTwo.")
+    assert read_answer(["<think>\n\n</think>\n\n", " Yes."]) == Answer(" Yes.", "")
 
 
 def test_a_closing_tag_without_an_opening_one_isnt_shown() -> None:
-    assert told(["Well", "</think>", " yes"]) == Answer("Well yes", "")
+    assert read_answer(["Well", "</think>", " yes"]) == Answer("Well yes", "")
 
 
 def test_no_piece_shows_a_tag_or_a_part_of_one() -> None:
@@ -206,7 +206,7 @@ def test_tokens_of_reasoning_are_counted() -> None:
 
 
 def test_tags_are_text_outside_a_chat() -> None:
-    assert told(["<think>a</think>b"], chat=False) == Answer("<think>a</think>b")
+    assert read_answer(["<think>a</think>b"], chat=False) == Answer("<think>a</think>b")
 
 
 # ---------------------------------------------------------------- tool calls
@@ -242,7 +242,7 @@ def test_a_call_streams_its_name_and_then_its_arguments() -> None:
 def test_arguments_are_exactly_what_the_model_wrote() -> None:
     for size in (1, 3, 1000):
         parts = [CALL[n : n + size] for n in range(0, len(CALL), size)]
-        assert told(parts, json_tools(), tools=TOOLS).calls == [Call("call_0", "get_time", ARGUMENTS)]
+        assert read_answer(parts, json_tools(), tools=TOOLS).calls == [Call("call_0", "get_time", ARGUMENTS)]
 
 
 def test_parallel_calls_have_rising_indices_and_nothing_between() -> None:
@@ -256,7 +256,7 @@ def test_parallel_calls_have_rising_indices_and_nothing_between() -> None:
 
 
 def test_content_goes_on_behind_a_call() -> None:
-    assert told([CALL, "\n\nDone."], json_tools(), tools=TOOLS).content == "Done."
+    assert read_answer([CALL, "\n\nDone."], json_tools(), tools=TOOLS).content == "Done."
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_content_goes_on_behind_a_call() -> None:
 def test_a_call_that_doesnt_parse_becomes_content(block: str) -> None:
     text = f"Well: <tool_call>{block}</tool_call> so"
     for parts in ([text], list(text)):
-        assert told(parts, json_tools(), tools=TOOLS) == Answer(text)
+        assert read_answer(parts, json_tools(), tools=TOOLS) == Answer(text)
 
 
 @pytest.mark.parametrize(
@@ -282,14 +282,14 @@ def test_a_call_that_doesnt_parse_becomes_content(block: str) -> None:
 )
 def test_a_call_in_an_unusual_shape_is_still_a_call(block: str, arguments: dict[str, Any]) -> None:
     for parts in ([f"<tool_call>{block}</tool_call>"], list(f"<tool_call>{block}</tool_call>")):
-        collected = told(parts, json_tools(), tools=TOOLS)
+        collected = read_answer(parts, json_tools(), tools=TOOLS)
         assert [(call.name, json.loads(call.arguments)) for call in collected.calls] == [("f", arguments)]
         assert collected.content == ""
 
 
 def test_a_call_cut_short_gives_what_there_is() -> None:
     for end in range(len(CALL)):
-        collected = told(list(CALL[:end]), json_tools(), tools=TOOLS)
+        collected = read_answer(list(CALL[:end]), json_tools(), tools=TOOLS)
         if collected.calls:
             assert collected.calls[0].name == "get_time"
             assert ARGUMENTS.startswith(collected.calls[0].arguments)
@@ -299,24 +299,24 @@ def test_a_call_cut_short_gives_what_there_is() -> None:
 
 
 def test_a_call_needs_no_closing_tag_at_the_end() -> None:
-    collected = told([CALL.removesuffix("</tool_call>")], json_tools(), tools=TOOLS)
+    collected = read_answer([CALL.removesuffix("</tool_call>")], json_tools(), tools=TOOLS)
     assert collected == Answer(calls=[Call("call_0", "get_time", ARGUMENTS)])
 
 
 def test_without_tools_in_the_request_a_call_is_text() -> None:
     for tools in (None, []):
-        assert told(list(CALL), json_tools(), tools=tools) == Answer(CALL)
+        assert read_answer(list(CALL), json_tools(), tools=tools) == Answer(CALL)
 
 
 def test_a_call_ends_reasoning_and_broken_ones_stay_in_it() -> None:
-    collected = told(list("<think>hm\n" + CALL + "\nDone."), json_tools(), tools=TOOLS)
+    collected = read_answer(list("<think>hm\n" + CALL + "\nDone."), json_tools(), tools=TOOLS)
     assert (collected.reasoning, len(collected.calls), collected.content) == ("hm", 1, "Done.")
     text = "maybe <tool_call> or\n<tool_call>x</tool_call>"
-    assert told(list(f"<think>{text} so</think>Yes."), json_tools(), tools=TOOLS) == Answer("Yes.", text + " so")
+    assert read_answer(list(f"<think>{text} so</think>Yes."), json_tools(), tools=TOOLS) == Answer("Yes.", text + " so")
 
 
 def test_stop_strings_inside_a_call_dont_cut_it() -> None:
-    assert told(list(CALL), json_tools(), tools=TOOLS, stops=["\n", "Os", "}"]).calls[0].arguments == ARGUMENTS
+    assert read_answer(list(CALL), json_tools(), tools=TOOLS, stops=["\n", "Os", "}"]).calls[0].arguments == ARGUMENTS
 
 
 def test_half_a_character_before_a_special_tag_doesnt_break_the_call() -> None:
@@ -350,7 +350,7 @@ def test_other_formats_are_read_by_their_own_parsers(name: str) -> None:
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     form = tool_format(name, parser.tool_call_start, parser.tool_call_end)
     for parts in ([text], list(text), [text[n : n + 7] for n in range(0, len(text), 7)]):
-        collected = told(["Well. ", *parts], Spelled(None, form), tools=TOOLS)
+        collected = read_answer(["Well. ", *parts], Spelled(None, form), tools=TOOLS)
         assert [(call.name, json.loads(call.arguments)) for call in collected.calls] == wanted
         assert collected.content == "Well. "
 
@@ -366,7 +366,7 @@ def test_a_list_of_mistral_calls_streams() -> None:
 def test_a_calls_own_id_is_kept() -> None:
     text, _ = OTHERS["kimi_k2"]
     form = tool_format("kimi_k2", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-    assert [call.id for call in told([text], Spelled(None, form), tools=TOOLS).calls] == [
+    assert [call.id for call in read_answer([text], Spelled(None, form), tools=TOOLS).calls] == [
         "functions.f:0",
         "functions.g:1",
     ]
@@ -382,14 +382,14 @@ def harmony() -> Spelled:
     return tokenizer
 
 
-def test_harmony_channels_are_told_apart() -> None:
+def test_harmony_channels_are_kept_apart() -> None:
     text = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_time "
         '<|constrain|>json<|message|>{"city": "Oslo"}',
     )
-    assert told(list(text[0]), harmony()) == Answer("Yes.", "Hm.")
-    collected = told(list(text[1]), harmony(), tools=TOOLS)
+    assert read_answer(list(text[0]), harmony()) == Answer("Yes.", "Hm.")
+    collected = read_answer(list(text[1]), harmony(), tools=TOOLS)
     assert collected == Answer("", "Hm.", [Call("call_0", "get_time", '{"city": "Oslo"}')])
 
 
@@ -406,9 +406,9 @@ def test_states_that_mlx_lm_names_are_followed() -> None:
         "normal": (("<|eom|>", "header"),),
     }
     text = "to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eom|>x"
-    assert told(list(text), tokenizer) == Answer("Yes.", "Hm.")
+    assert read_answer(list(text), tokenizer) == Answer("Yes.", "Hm.")
     calls = ' to=f<|message|><atem:function_calls><atem:invoke name="f"></atem:invoke></atem:function_calls>'
-    assert [call.name for call in told(list(calls), tokenizer, tools=TOOLS).calls] == ["f"]
+    assert [call.name for call in read_answer(list(calls), tokenizer, tools=TOOLS).calls] == ["f"]
 
 
 # ---------------------------------------------------------------- streamed equals plain
@@ -430,11 +430,11 @@ def test_streamed_equals_plain_however_the_text_is_cut(
     text: str, stops: list[str], tools: bool, reasoning: bool, data: st.DataObject
 ) -> None:
     wishes = {"stops": stops, "tools": TOOLS if tools else None, "reasoning": reasoning}
-    plain = told([text], json_tools(), **wishes)
+    plain = read_answer([text], json_tools(), **wishes)
     sizes = iter(lambda: data.draw(st.integers(1, 9)), 0)
-    cut = told(list(cuts(text.encode(), sizes)), json_tools(), **wishes)
+    cut = read_answer(list(cuts(text.encode(), sizes)), json_tools(), **wishes)
     assert cut == plain
-    assert told([bytes([byte]) for byte in text.encode()], json_tools(), **wishes) == plain
+    assert read_answer([bytes([byte]) for byte in text.encode()], json_tools(), **wishes) == plain
     assert not any(stop in plain.content for stop in stops)
 
 

@@ -23,7 +23,7 @@ VALUES = st.recursive(
 )
 
 
-def told(parser: str, parts: list[str]) -> Answer:
+def read_answer(parser: str, parts: list[str]) -> Answer:
     module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
     tokenizer = Spelled(None, tool_format(parser, module.tool_call_start, module.tool_call_end))
     text = state(tokenizer, tools=[function("f", {"type": "object"})])
@@ -99,7 +99,7 @@ def test_arguments_are_json_where_a_model_writes_line_breaks_in_strings(parser: 
     }[parser]
     text = before + arguments + behind
     for parts in ([text], list(text)):
-        [call] = told(parser, parts).calls
+        [call] = read_answer(parser, parts).calls
         assert json.loads(call.arguments) == {"text": "a\n\\d", "on": True}
 
 
@@ -145,7 +145,7 @@ def test_a_number_beyond_all_doubles_loses_no_call() -> None:
 def test_a_call_is_found_in_the_ways_in_which_small_models_write_it(text: str) -> None:
     block = f"<tool_call>\n{text}\n</tool_call>"
     for parts in ([block], list(block)):
-        answer = told("json_tools", parts)
+        answer = read_answer("json_tools", parts)
         [call] = answer.calls
         assert (call.name, json.loads(call.arguments)) == ("f", {"text": "it's", "on": True})
         assert not answer.content

@@ -615,7 +615,7 @@ def test_the_context_is_what_the_files_say(tmp_path: Path, config: dict[str, Any
     assert load(folder).context == context
 
 
-def test_the_tool_format_is_told_for_grammars(loaded: dict[str, Tokenizer]) -> None:
+def test_the_tool_format_is_given_to_grammars(loaded: dict[str, Tokenizer]) -> None:
     form = loaded["bytes"].tool_format
     assert form is not None
     assert (form.name, form.start, form.end, form.is_json) == ("json_tools", "<tool_call>", "</tool_call>", True)

@@ -187,11 +187,11 @@ def _ceilings(names: Sequence[str], families: Families) -> Table:
 
 
 def _ceiling(name: str, rows: Rows) -> list[str]:
-    limit, steps, foretold, reached, metal = (
+    limit, steps, predicted, reached, metal = (
         middle(rows, column) for column in ("limit", "steps", "ceiling_predicted", "ceiling_measured", "ceiling_metal")
     )
-    ahead = "yes" if foretold > steps else "no, it lies on the line's own tokens"
-    return [name, *map(cell, (limit, steps, foretold, reached)), ahead, cell(metal), origin(rows)]
+    ahead = "yes" if predicted > steps else "no, it lies on the line's own tokens"
+    return [name, *map(cell, (limit, steps, predicted, reached)), ahead, cell(metal), origin(rows)]
 
 
 def _plot(names: Sequence[str], families: Families) -> tuple[str, str]:

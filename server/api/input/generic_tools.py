@@ -50,13 +50,13 @@ def rewritten(tokenizer: Tokenizer, messages: list[Message], tools: Tools) -> tu
     if is_ours(form):
         return spelled_out(messages, tools), None
     if form is not None and not tokenizer.able.calls:
-        messages = retold(messages, form.start, form.end, results=tokenizer.able.results)
+        messages = with_calls_as_text(messages, form.start, form.end, results=tokenizer.able.results)
     return messages, tools
 
 
 def spelled_out(messages: list[Message], tools: Tools) -> list[Message]:
     """The same conversation in words that any template takes, and what may be called said in its system message."""
-    plain = retold(messages, START, END, results=False)
+    plain = with_calls_as_text(messages, START, END, results=False)
     if not tools:
         return plain
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -67,7 +67,7 @@ def spelled_out(messages: list[Message], tools: Tools) -> list[Message]:
     return [{"role": "system", "content": words}, *plain]
 
 
-def retold(messages: list[Message], start: str, end: str, *, results: bool) -> list[Message]:
+def with_calls_as_text(messages: list[Message], start: str, end: str, *, results: bool) -> list[Message]:
     """The same conversation with its calls as text between these tags; the tools' messages stay if the template shows
     `results`."""
     return [_plain(message, start, end, results) for message in messages]

@@ -46,7 +46,7 @@ class ChatForm(DataEvents):
         self._echo = echo
         self._verbose = verbose
         self._frame = ChunkFrame(head, extras)
-        self._tells_more = self._frame.tells_more or verbose
+        self._has_extras = self._frame.has_extras or verbose
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
         """The role comes with the first news. The reason for the end has a chunk of its own after the last piece, as
@@ -76,11 +76,11 @@ class ChatForm(DataEvents):
             delta,
             logprobs,
             reason_of(finish),
-            self._rest(choice, begins) if self._tells_more else self._frame.after_choice,
+            self._rest(choice, begins) if self._has_extras else self._frame.after_choice,
         )
 
     def _rest(self, choice: Choice, begins: bool) -> bytes:
-        """The end of a chunk that tells more than its delta; the first one tells of the prompt."""
+        """Return the end of a chunk that has more than its delta; the first one has the prompt."""
         inside = b""
         if not begins:
             inside = members(self._extras.ids(choice))

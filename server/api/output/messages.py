@@ -52,7 +52,7 @@ class MessagesForm:
         return _event({"type": "message_start", "message": begun})
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
-        events = [event for piece in pieces for event in self._tell(piece)]
+        events = [event for piece in pieces for event in self._piece_events(piece)]
         if choice.finish:
             events += self._close()
         return b"".join(map(_event, events))
@@ -71,7 +71,7 @@ class MessagesForm:
     # ---------------------------------------------------------------- plain
     def keep(self, choice: Choice, pieces: list[Piece]) -> None:
         for piece in pieces:
-            for _ in self._tell(piece):
+            for _ in self._piece_events(piece):
                 pass
 
     def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class MessagesForm:
         return {**self._head, "content": content, **self._stop(choices[0]), "usage": _counted(usage)}
 
     # ---------------------------------------------------------------- blocks
-    def _tell(self, piece: Piece) -> Iterable[Event]:
+    def _piece_events(self, piece: Piece) -> Iterable[Event]:
         """The events of one piece; one of another kind than the open block ends that one first."""
         match piece:
             case Content(text) if not self._only_calls:

@@ -121,12 +121,12 @@ class ChunkFrame:
     Attributes:
         before_index: all that stands before the number of the choice.
         after_choice: all that stands behind its members, where the extras add nothing.
-        tells_more: the extras add something.
+        has_extras: the extras add something.
     """
 
     def __init__(self, head: dict[str, Any], extras: Extras) -> None:
         self.before_index = b"data: " + encode(head)[:-1] + b',"choices":[{"index":'
-        self.tells_more = extras.token_ids or extras.each_usage or extras.timings
+        self.has_extras = extras.token_ids or extras.each_usage or extras.timings
         if extras.usage:
             self.after_choice = b'}],"usage":null}\n\n'
         else:

@@ -83,7 +83,7 @@ class ResponsesForm:
         return self._events([("response.in_progress", {"response": self._response(choices, "in_progress")})])
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
-        data = b"".join([self._events(self._tell(choice, piece)) for piece in pieces])
+        data = b"".join([self._events(self._piece_events(choice, piece)) for piece in pieces])
         if choice.finish:
             data += self._events(self._finish(choice))
         return data
@@ -174,7 +174,7 @@ class ResponsesForm:
         }
 
     # ---------------------------------------------------------------- items
-    def _tell(self, choice: Choice, piece: Piece) -> Iterable[Event]:
+    def _piece_events(self, choice: Choice, piece: Piece) -> Iterable[Event]:
         """The events of one piece; one of another kind than the open item ends that one first."""
         match piece:
             case Content(text) if not self._only_calls:

@@ -20,7 +20,7 @@ from server.api.output.responses import ResponsesForm
 from server.api.output.sse import encode
 from server.api.stored.event_log import split
 from server.api.stored.run import AnswerRun
-from server.api.stored.transcript import Transcript, replay, retell
+from server.api.stored.transcript import Transcript, replay, restored_events
 from server.api.stored.transcript_pair import TranscriptPair
 from server.errors import AnotherModel, AnswerNotFound, Draining, InternalError, NotReady, RequestError
 from server.journal.journal import Journal
@@ -159,13 +159,13 @@ class StoredAnswers:
             async for _ in replay(transcript, record, stored):
                 pass
             return form.final
-        async for _ in retell(transcript, stored, record.finishes):
+        async for _ in restored_events(transcript, stored, record.finishes):
             pass
         return form.snapshot(transcript.choices, record.status)
 
     async def _chat(self, record: Record) -> dict[str, Any]:
         transcript = await self._transcript(record, streams=False)
-        async for _ in retell(transcript, await self.journal.ids(record.id), record.finishes):
+        async for _ in restored_events(transcript, await self.journal.ids(record.id), record.finishes):
             pass
         return transcript.whole()
 
@@ -233,7 +233,7 @@ class StoredAnswers:
         transcripts.know_cached(record.cached)
         stored = await self.journal.ids(record.id)
         run.log.add(transcripts.begin())
-        async for data in transcripts.retell(stored, record.finishes):
+        async for data in transcripts.restored_events(stored, record.finishes):
             run.log.add(data)
         run.transcripts = transcripts
         indices = transcripts.unfinished

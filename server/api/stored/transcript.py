@@ -171,7 +171,7 @@ class Transcript:
 
 
 # ---------------------------------------------------------------- from the journal
-async def retell(
+async def restored_events(
     transcript: Transcript, stored: Sequence[StoredTokens], finishes: Sequence[str | None], most: int | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Make the events of the stored tokens, in slices between which other tasks have their turn. `most`: no more tokens
@@ -198,7 +198,7 @@ async def replay(transcript: Transcript, record: Record, stored: Sequence[Stored
         most = _counted_tokens(record.answer)
     if interrupted:
         finishes = [None] * len(stored)
-    async for data in retell(transcript, stored, finishes, most):
+    async for data in restored_events(transcript, stored, finishes, most):
         yield data
     if record.answer is None and record.status == "cancelled":
         yield transcript.cancel(record.ended or record.created)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from server.api.input.large_requests import Packer, Unpacker
 from server.api.output.respond import PreparedRequest
 from server.api.output.responses import ResponsesForm
-from server.api.stored.transcript import Transcript, retell
+from server.api.stored.transcript import Transcript, restored_events
 from server.errors import RequestError
 from server.ipc.sequence import TokenSequence
 from server.journal.record import Status, StoredTokens
@@ -122,14 +122,14 @@ class TranscriptPair:
             self._plain.feed(index, delta)
         return self._events.feed(index, delta)
 
-    async def retell(
+    async def restored_events(
         self, stored: Sequence[StoredTokens], finishes: Sequence[str | None]
     ) -> AsyncGenerator[bytes, None]:
         """Make the events of the tokens that the journal has, for an answer that goes on."""
         if self._plain is not None:
-            async for _ in retell(self._plain, stored, finishes):
+            async for _ in restored_events(self._plain, stored, finishes):
                 pass
-        async for data in retell(self._events, stored, finishes):
+        async for data in restored_events(self._events, stored, finishes):
             yield data
 
     def complete(self, ended: float) -> bytes:

@@ -182,7 +182,7 @@ def _parts(schema: Mapping[str, Any], name: str) -> list[Any]:
 
 def _is_typed(schema: Mapping[str, Any], value: Any) -> bool:
     named = schema.get("type")
-    if named is None and not _tells_more(schema):
+    if named is None and not _has_more_keywords(schema):
         named = [_IMPLIED[word] for word in schema if word in _IMPLIED] or None
     names = named
     if isinstance(named, str):
@@ -192,7 +192,7 @@ def _is_typed(schema: Mapping[str, Any], value: Any) -> bool:
     return any(_is_of(name, value) for name in names)
 
 
-def _tells_more(schema: Mapping[str, Any]) -> bool:
+def _has_more_keywords(schema: Mapping[str, Any]) -> bool:
     """Whether something else than a single keyword says which values there are."""
     return any(word in schema for word in ("enum", "const", "$ref", "allOf", *_UNIONS))
 

@@ -44,12 +44,12 @@ class JsonObject:
 
     def read(self, text: str) -> tuple[str, int]:
         """What to hand out, and how much of `text` belongs to the object."""
-        told: list[str] = []
+        read: list[str] = []
         for position, char in enumerate(text, 1):
-            told.append(self._within(char) if self.in_string else self._between(char))
+            read.append(self._within(char) if self.in_string else self._between(char))
             if self.complete:
-                return "".join(told), position
-        return "".join(told), len(text)
+                return "".join(read), position
+        return "".join(read), len(text)
 
     def rest(self) -> str:
         """What wasn't handed out, when nothing follows."""

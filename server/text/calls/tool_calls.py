@@ -97,12 +97,12 @@ class Block:
             rest = self._object.rest()
             return [CallArguments(self._first + self.calls - 1, rest)] if rest else []
         if self.calls:
-            return self._told(call_formats.read_rest(self._form, self._text))
+            return self._pieces_of(call_formats.read_rest(self._form, self._text))
         if self._untagged:
             read = call_formats.read_untagged
         else:
             read = call_formats.read
-        return self._told(read(self._form, self._text, self._tools, whole=whole)) or None
+        return self._pieces_of(read(self._form, self._text, self._tools, whole=whole)) or None
 
     @property
     def whole_text(self) -> str:
@@ -147,9 +147,9 @@ class Block:
 
     def _read_arguments(self, text: str, pieces: list[CallPiece]) -> str:
         assert self._object is not None
-        told, end = self._object.read(text)
-        if told:
-            pieces.append(CallArguments(self._first + self.calls - 1, told))
+        arguments, end = self._object.read(text)
+        if arguments:
+            pieces.append(CallArguments(self._first + self.calls - 1, arguments))
         if self._object.complete:
             self._object = None
         return text[end:]
@@ -158,7 +158,7 @@ class Block:
         self.calls += 1
         return CallBegin(self._first + self.calls - 1, self._ids.take(name, given), name)
 
-    def _told(self, parts: list[ModelCall | str]) -> list[CallPiece | str]:
+    def _pieces_of(self, parts: list[ModelCall | str]) -> list[CallPiece | str]:
         pieces: list[CallPiece | str] = []
         for part in parts:
             if isinstance(part, str):

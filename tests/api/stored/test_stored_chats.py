@@ -60,7 +60,7 @@ async def test_without_the_wish_a_disconnect_cancels_and_nothing_is_kept(tmp_pat
         assert (await site.client.get(CHATS)).status_code == 404
 
 
-async def test_a_streamed_chat_is_told_as_it_is_without_storing(tmp_path: Path) -> None:
+async def test_a_streamed_chat_has_the_events_that_it_has_without_storing(tmp_path: Path) -> None:
     async with keeping(tmp_path) as site:
         stored, plain = await site.stream_chat(store=True), await site.stream_chat()
         texts = ["".join(c["choices"][0]["delta"].get("content") or "" for c in s[:-1]) for s in (stored, plain)]

@@ -63,10 +63,10 @@ async def test_events_are_the_same_bytes_live_and_replayed(tmp_path: Path, kind:
     make, fields = KINDS[kind]
     async with keeping(tmp_path, make()) as site:
         for background in (True, False):
-            await told_again(site, background=background, **fields)
+            await assert_replayed(site, background=background, **fields)
 
 
-async def told_again(site: Site, **fields: Any) -> dict[str, Any]:
+async def assert_replayed(site: Site, **fields: Any) -> dict[str, Any]:
     """The object that a stream ended with, once all its events have been told again."""
     body = {"model": MODEL, "input": "Say hello.", "stream": True} | fields
     live = without_signs((await site.post(PATH, body)).text)
@@ -93,20 +93,22 @@ def thinker(tokens: Tokenizer) -> FakeEngine:
     return FakeEngine(vocab_size=tokens.vocab_size, say=say)
 
 
-async def test_thoughts_are_told_again_as_they_were_and_sealed_where_a_reader_asks(
+async def test_thoughts_are_replayed_as_they_were_and_sealed_where_a_reader_asks(
     tmp_path: Path, thinking: Tokenizer
 ) -> None:
     async with keeping(tmp_path, thinker(thinking), tokens=thinking) as site:
-        made = await told_again(site)
+        made = await assert_replayed(site)
         assert [item["type"] for item in made["output"]] == ["reasoning", "message"]
         assert made["output"][0]["encrypted_content"] is None
-        told = await get(site, made["id"], include="reasoning.encrypted_content")
-        sealed = (await told_again(site, include=["reasoning.encrypted_content"]))["output"][0]["encrypted_content"]
-        assert told["output"][0]["encrypted_content"] == sealed
+        reported = await get(site, made["id"], include="reasoning.encrypted_content")
+        sealed = (await assert_replayed(site, include=["reasoning.encrypted_content"]))["output"][0][
+            "encrypted_content"
+        ]
+        assert reported["output"][0]["encrypted_content"] == sealed
         assert sealed.startswith("marathon-1:")
 
 
-async def test_a_response_in_the_background_is_told_as_queued_and_then_in_progress(tmp_path: Path) -> None:
+async def test_a_response_in_the_background_is_shown_as_queued_and_then_in_progress(tmp_path: Path) -> None:
     async with keeping(tmp_path) as site:
         made = await create(site)
         assert (made["status"], made["background"], made["output"]) == ("queued", True, [])
@@ -179,11 +181,11 @@ async def test_cancelling_ends_every_reader_keeps_the_output_and_changes_nothing
         await asyncio.sleep(0.05)
         first = (await site.client.post(f"{PATH}/{id}/cancel")).json()
         assert (first["status"], first["output"][0]["status"]) == ("cancelled", "incomplete")
-        told = await asyncio.wait_for(reader, 5)
-        assert named_events(without_signs(told))[-1]["type"] == "response.cancelled"
+        reported = await asyncio.wait_for(reader, 5)
+        assert named_events(without_signs(reported))[-1]["type"] == "response.cancelled"
         assert not fake.rows, "the row is free"
         await asyncio.sleep(0.05)
-        assert without_signs(await events_text(site, id)) == without_signs(told)
+        assert without_signs(await events_text(site, id)) == without_signs(reported)
         second = await site.client.post(f"{PATH}/{id}/cancel")
         assert (second.status_code, second.json()) == (200, first)
         assert await get(site, id) == first
@@ -212,7 +214,7 @@ async def test_only_background_responses_can_be_cancelled_and_ended_ones_stay_as
         assert (again.status_code, again.json()) == (200, done)
 
 
-async def test_a_deleted_response_is_gone_for_everybody(tmp_path: Path) -> None:
+async def test_a_deleted_response_is_gone_for_every_reader(tmp_path: Path) -> None:
     fake = slow()
     async with keeping(tmp_path, fake) as site:
         done, running = await respond(site), await create(site)
