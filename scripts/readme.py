@@ -61,11 +61,11 @@ def commands(text: str) -> list[str]:
 
 
 def _split(block: str) -> Iterator[str]:
-    """One command after the other; one with an open quote goes on in the next line."""
+    """One command after the other; one with an open quote, or a backslash at its end, goes on in the next line."""
     command = ""
     for line in block.splitlines():
         command += ("\n" if command else "") + line[4:]
-        if command.count("'") % 2 == 0:
+        if command.count("'") % 2 == 0 and not command.endswith("\\"):
             yield re.sub(r"\s+# .*$", "", command)
             command = ""
 

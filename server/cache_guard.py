@@ -5,7 +5,7 @@ offset) grows a graph of one pending node a step, and each node keeps buffers al
 
 Owns the walk over caches, the three ways to make what it finds concrete (submitted with the step, layer by layer,
 compacted), and the census that names what a step left pending. Runs in the engine's main thread. It never asks a
-cache for its `state` and never tells one class from another, so it holds for classes it has never seen.
+cache for its `state` and never distinguishes one class from another, so it holds for classes it has never seen.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 def cache_arrays(caches: Iterable[object]) -> list[mx.array]:
     """Every array reachable from the caches. Runs in every step, so it is written to be quick: the containers yet to
-    be looked into are a list that grows while it is read, and arrays are told first."""
+    be looked into are a list that grows while it is read, and arrays are recognized first."""
     found: list[mx.array] = []
     seen: set[int] = set()
     groups: list[Iterable[Any]] = [list(caches)]
@@ -177,7 +177,7 @@ def _copied(array: mx.array) -> mx.array:
 
 
 def pinned_bytes(arrays: list[mx.array]) -> int:
-    """Bytes of the buffers behind evaluated arrays, each once; the arrays' own bytes where mlx can't tell."""
+    """Bytes of the buffers behind evaluated arrays, each once; the arrays' own bytes where mlx doesn't know."""
     measure = getattr(mx, "get_array_buffer_size", None)
     if measure:
         return int(measure(arrays))
@@ -314,7 +314,7 @@ def _fields(layer: object) -> dict[tuple[str, str], list[mx.array]]:
 
 
 class Guard:
-    """What the loop calls. With the guard off nothing is evaluated, and the census still tells.
+    """What the loop calls. With the guard off nothing is evaluated, and the census still reports.
 
     Owned by the loop; writes `pending`, `findings`, `leaks` and its flushes into the snapshot.
     """

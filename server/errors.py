@@ -140,7 +140,7 @@ class ContextLengthError(RequestError):
         else:
             count = str(tokens)
         return cls(
-            # OpenAI's words first and llama.cpp's then: clients look for either to tell what has happened.
+            # OpenAI's words first and llama.cpp's then: clients look for either to know what has happened.
             f"This model's maximum context length is {context} tokens. However, the prompt of {count} tokens exceeds "
             "the available context size: at least one token of the answer has to fit, too.",
             numbers={"n_prompt_tokens": tokens, "n_ctx": context},  # llama.cpp's names

@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def empty_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home folder that nobody has used."""
+    """A home folder that is new."""
     return tmp_path_factory.mktemp("home")
 
 

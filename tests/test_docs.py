@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -17,6 +18,43 @@ ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.md")]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in sorted(PAGES)}
 OURS = {option(name) for name in Settings.model_fields}
+# What runs the commands of the pages beside README.md, by how they begin; `marathon` and `make` have their own tests.
+RUN_BY = {
+    "curl -s http://127.0.0.1:8080/health": "scripts/readme.py",
+    "kill -9 $(curl": "scripts/readme.py",
+    ".venv/bin/python scripts/readme.py": "scripts/readme.py",
+    ".venv/bin/marathon check": "scripts/readme.py",
+    "sh: curl": "tests/api/stored/test_background_page.py",
+    "python: stream = client.responses.create": "tests/clients/background_python.py",
+    "sh: export ANTHROPIC_BASE_URL": "scripts/coding_agents.py",
+    "sh: export OPENAI_BASE_URL": "scripts/coding_agents.py",
+    "prometheus --config.file": "loadtests/monitoring.py",
+    "pip install --upgrade .": "scripts/install.py",
+    "promtool test rules": "tests/test_deploy.py",
+}
+# Those that nothing here can run, and why.
+RUN_BY_HAND = {
+    "curl -N http://127.0.0.1:8080/v1/completions": "on-a-mac.md: what comes is looked at",
+    "while sleep 5; do curl": "on-a-mac.md: repeats until it is stopped",
+    "pgrep -fl server.engine": "on-a-mac.md: has to print nothing; tests/test_survival.py looks for processes itself",
+    "pmset ": "macOS",
+    "launchctl ": "macOS",
+    "sed -e": "macOS; tests/test_deploy.py reads what it fills in",
+    "mkdir -p ~/Library": "macOS",
+    "tail -f ~/Library": "macOS",
+    "python3 -m venv /opt/marathon": "writes to the system's folders",
+    "cp deploy/systemd": "writes to the system's folders",
+    "echo MARATHON_MODEL=": "writes to the system's folders",
+    "systemctl ": "needs systemd; tests/test_deploy.py has systemd-analyze read the unit",
+    "journalctl ": "needs systemd",
+    "  [Service]": "a part of a unit",
+    "  LoadCredential": "a part of a unit",
+    "  Environment": "a part of a unit",
+    "pip uninstall mlx-marathon": "pip's own",
+    "sh: export OPENAI_API_BASE": "Open WebUI and aider, lines of their own manuals",
+    "docker compose": "needs Docker; tests/test_deploy.py reads the file",
+}
+DATA = ("json: ", "toml: ", "yaml: ")
 # Options of other programs that the documents name.
 FOREIGN = {
     "--force-reinstall",
@@ -129,6 +167,53 @@ def test_every_command_of_the_readme_is_run_by_its_script_or_said_why_not():
     assert [command for command in named if not (readme.runner(command) or readme.elsewhere(command))] == []
     assert [start for start in readme.ELSEWHERE if not any(one.startswith(start) for one in named)] == []
     assert [start for start in readme.RUNNERS if not any(one.startswith(start) for one in named)] == []
+
+
+def beside_the_readme() -> list[str]:
+    """The commands of all other pages."""
+    found = [command for page, text in TEXTS.items() if page != "README.md" for command in readme.commands(text)]
+    return list(dict.fromkeys(found))
+
+
+def test_every_command_of_the_other_pages_is_run_by_a_program_or_said_why_not():
+    own = ("marathon ", "make ", *DATA)
+    others = [command for command in beside_the_readme() if not command.startswith(own)]
+    known = (*RUN_BY, *RUN_BY_HAND)
+    assert [command for command in others if not command.startswith(known)] == []
+    assert [program for program in RUN_BY.values() if not (ROOT / program).is_file()] == []
+    text = "\n".join(TEXTS.values())
+    assert [start for start in known if start.removeprefix("sh: ").removeprefix("python: ") not in text] == []
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_line_of_marathon_is_one_that_it_takes(page: str):
+    """Its options exist, and take the values that are written there."""
+    named = [line for line in readme.commands(TEXTS[page]) if re.match(r"(\.venv/bin/)?marathon [a-z]", line)]
+    for line in [line for line in named if "--help" not in line]:
+        words = shlex.split(re.sub(r" [>|] .*", "", line))[1:]
+        asked = cli.parser().parse_args(words)
+        assert asked.command == words[0], line
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_module_that_is_run_exists(page: str):
+    named = re.findall(r"python3? -m ((?:server|loadtests|scripts)[\w.]*)", TEXTS[page])
+    places = [ROOT / name.rstrip(".").replace(".", "/") for name in named]
+    assert [p for p in places if not (p.with_suffix(".py").is_file() or (p / "__main__.py").is_file())] == []
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_metric_that_is_named_exists(page: str):
+    """The page of metrics has each of them, and `scripts/metrics_table.py` holds it to the code."""
+    if page == "CHANGELOG.md":
+        return  # says what was, too
+    known = set(re.findall(r"`(marathon_\w+)", TEXTS["docs/metrics.md"]))
+    families = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in known}
+    named = {
+        re.sub(r"_(total|bucket|sum|count)$", "", name) for name in re.findall(r"\bmarathon_[a-z_]+[a-z]", TEXTS[page])
+    }
+    assert len(families) > 60
+    assert {name for name in named if not any(one.startswith(name) for one in families)} == set()
 
 
 def test_the_readme_stays_short():

@@ -75,7 +75,7 @@ class ServedModel:
     created: int
     tokenizer: Tokenizer
     checker: Checker = field(default_factory=Checker, kw_only=True)
-    build: str = field(default_factory=lambda: build(), kw_only=True)  # tells answers of different versions apart
+    build: str = field(default_factory=lambda: build(), kw_only=True)  # distinguishes answers of different versions
 
     @property
     def names(self) -> set[str]:

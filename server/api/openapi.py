@@ -91,7 +91,7 @@ def events(*kinds: type[BaseModel]) -> dict[str, Any]:
     schema = {"anyOf": [_reference(kind) for kind in kinds]}
     payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
     event = {
-        "description": "each has the type of its data as its name; the last one tells how the answer ended",
+        "description": "each has the type of its data as its name; the last one says how the answer ended",
         "type": "object",
         "required": ["event", "data"],
         "properties": {"event": {"type": "string"}, "data": payload},

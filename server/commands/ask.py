@@ -149,7 +149,7 @@ def _is_control(code: int) -> bool:
 
 # ---------------------------------------------------------------- a server for the question
 def is_running(remote: Remote) -> bool:
-    """Tell whether anything listens at the address."""
+    """Return whether anything listens at the address."""
     try:
         with remote.client(LIVE_SECONDS) as client:
             client.get("/live")
@@ -162,7 +162,7 @@ def is_running(remote: Remote) -> bool:
 
 @contextmanager
 def started(remote: Remote, model: str | None) -> Iterator[Remote]:
-    """Start a server on a free port, wait until it is ready, and end it afterwards. Its log, which tells how far it is,
+    """Start a server on a free port, wait until it is ready, and end it afterwards. Its log, which says how far it is,
     goes to stderr. Raises StartupError where it ends by itself."""
     print(
         f"marathon: no server answers at {remote.url}, so one is started for this question; "

@@ -26,7 +26,7 @@ HEAD = ("model", "weights", "KV a token", "context", "fits this machine")
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine. Sizes in bytes; None where the files don't tell.
+    """A model on this machine. Sizes in bytes; None where the files don't say.
 
     `longest`: positions of one sequence that fit beside the weights. `lack`: why the model can't be served at all.
     """
@@ -84,7 +84,7 @@ def _is_model(folder: Path) -> bool:
 
 # ---------------------------------------------------------------- what they take
 def look_at(name: str, folder: Path, limit: int) -> LocalModel:
-    """Read what a model's files tell. `limit`: bytes that MLX may use on this machine."""
+    """Read what a model's files say. `limit`: bytes that MLX may use on this machine."""
     if lack := lacks(folder):
         return LocalModel(name, str(folder), lack=lack)
     files = weight_files(folder)

@@ -18,7 +18,7 @@ COMMANDS = {
     "top": "show the same live, second by second",
     "ask": "ask a running server, or one that is started for the question, and print the answer as it comes",
     "cache": "show the KV that is kept on disk, or clear it",
-    "models": "list the models on this machine and tell which of them fit its memory",
+    "models": "list the models on this machine and which of them fit its memory",
     "config": "print a settings file with every setting, its meaning and its default",
     "journal": "list, show, export or delete the stored answers on this machine",
 }

@@ -103,7 +103,7 @@ def events(response: httpx.Response) -> Iterator[tuple[str, bytes]]:
 
 
 def error_in(event: Any) -> str | None:
-    """Tell the sentence of an event that ends a stream with an error; None for other events."""
+    """Return the sentence of an event that ends a stream with an error; None for other events."""
     if isinstance(event, dict) and isinstance(event.get("error"), dict):
         return joined_lines(str(event["error"].get("message", event["error"])))
     return None

@@ -204,7 +204,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------ between steps
     def take(self, record: Iterable[Operation]) -> None:
-        """Save what is due of rows that are in the engine, within the budget; `record` of the iteration tells how much
+        """Save what is due of rows that are in the engine, within the budget; `record` of the iteration shows how much
         was read."""
         self._iteration += 1
         tier = self._tier

@@ -123,7 +123,7 @@ class Grammars:
     """
 
     def __init__(self, tokens: Future[TokenTable]) -> None:
-        """`tokens` comes when the server tells it, and before the first grammar."""
+        """`tokens` comes when the server sends it, and before the first grammar."""
         self.rows = 0
         self._ends: list[int] = []
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")

@@ -35,7 +35,7 @@ from server.model_files.weights import only_weights
 log = logging.getLogger("marathon.engine")
 
 _PROBE_LENGTH = GROWTH + 1  # one more than a growth step: separates arrays that grow from arrays that don't
-_PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one tells more where there is time for it
+_PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one is more exact where there is time for it
 _PEAK_SECONDS = 2.0
 TRIED_OUT_BY = [Path(__file__), Path(cache_guard.__file__), Path(together.__file__)]  # what a trial's result depends on
 PARTS = 50  # in which a large model is read; evaluating one costs a wait of a fraction of a millisecond
@@ -92,7 +92,7 @@ def load(
     on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
     """Load the model in the folder `path`, and try it out unless an earlier engine's `probe`, or a trial that was kept,
-    tells how it behaves.
+    shows how it behaves.
 
     `on_stage` hears of each stage begun, `on_read` of the bytes that are read and their total. Raises StartupError with
     one sentence when the folder holds no model that mlx-lm can run.
@@ -360,7 +360,7 @@ def _arrays(caches: list[Any]) -> list[tuple[mx.array, int]]:
 def chunk_peak(model: nn.Module, patience: float = _PEAK_SECONDS) -> tuple[int, float]:
     """Bytes that the largest prefill chunk needs beyond what it leaves behind, and those for each pair of its tokens.
 
-    `patience`: seconds that the longer measurement, which tells more, may take.
+    `patience`: seconds that the longer measurement, which is more exact, may take.
 
     Estimated from two smaller ones: the part for each token grows with the chunk, and where attention isn't fused the
     part for each pair of tokens with its square.

@@ -1,8 +1,8 @@
-"""Requested forms of an answer → grammars.
+"""Builds a grammar of the form that a request asks of its answer.
 
 Owns the llguidance grammars of JSON answers and forced tool calls, and the search for the place in a schema that is at
-fault. Runs in the server's worker thread; pure. It only checks that a grammar can be built, within bounds: the masks
-are the engine's work.
+fault. Runs in the server's worker thread; pure. Checks that a grammar can be built within bounds, and never computes a
+mask: the engine does.
 
 A grammar covers the whole answer. Where the model may reason first, the reasoning is free and ends with its tag.
 """
@@ -38,12 +38,12 @@ Tag = tuple[str | int, ...]  # texts in ordinary tokens, and the ids of control 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningRule:
-    """What the answer may reason, or has to.
+    """Whether the answer may begin with reasoning, or has to.
 
     Attributes:
-        opened: the prompt has opened it, so that it has to be ended.
-        wanted: it may say something; without that an opened one ends at once, and no other is begun.
-        behind: what stands between it and the answer; none: up to two line breaks.
+        opened: the prompt ends within reasoning, so that the answer has to close it.
+        wanted: reasoning may have text; without that an opened one closes at once, and no other begins.
+        behind: the text between reasoning and answer; None: up to two line breaks.
     """
 
     start: Tag
@@ -59,7 +59,7 @@ class CallStyle:
     `before`, its name, `after`, its arguments as JSON, `tail`.
 
     Attributes:
-        joint: None: one answer has one call.
+        joint: None where an answer has one call at most.
         quotes: the name stands in JSON's quotation marks.
     """
 
@@ -74,7 +74,7 @@ class CallStyle:
 
 @dataclass(frozen=True, slots=True)
 class FreeCalls:
-    """Calls in a format that no grammar is made of: any text between their tags."""
+    """Calls in a format that has no grammar here: any text between their tags."""
 
     start: Tag
     end: Tag
@@ -82,7 +82,7 @@ class FreeCalls:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Which calls the answer may consist of.
+    """Calls that the answer may consist of.
 
     Attributes:
         functions: (name, parameters, where the parameters stand in the request).
@@ -104,8 +104,8 @@ def answer(
     reasoning: ReasoningRule | None = None,
     prove: Prove = checker.fault,
 ) -> Grammar:
-    """The grammar of an answer that is JSON of `schema`, or follows `rule`, behind the tag `lead`, or is calls,
-    whichever are given. `prove` says what llguidance has against a grammar.
+    """Return the grammar of an answer that is JSON of `schema`, or follows `rule`, behind the tag `lead`, or is calls;
+    of those given, any may come. `prove` returns llguidance's objection to a grammar, or an empty text.
 
     Raises InvalidValue that names the place in the request at fault.
     """
@@ -138,12 +138,12 @@ def quoted(text: str) -> str:
 
 
 def symbols(tag: Tag) -> str:
-    """How a grammar refers to a tag."""
+    """Return what a grammar writes for a tag."""
     return " ".join(f"<[{part}]>" if isinstance(part, int) else quoted(part) for part in tag)
 
 
 def json_rule(schema: Any, options: dict[str, Any] | None = None) -> str:
-    """A schema inside a grammar. A schema's own `x-guidance` can't loosen our options, which `options` replaces."""
+    """Return a schema as a rule of a grammar. `options` replace its own `x-guidance`, which can't loosen them."""
     inner = bounds.understood(schema)
     if schema is True:
         inner = {}
@@ -167,7 +167,7 @@ def _calls(calls: Calls, prove: Prove) -> Iterator[str]:
 
 
 def _arguments(parameters: dict[str, Any], param: str) -> dict[str, Any]:
-    """The schema of a call's arguments, which are an object whatever else `parameters` admit."""
+    """Return the schema of a call's arguments, which are an object whatever else `parameters` admit."""
     kinds = parameters.get("type", "object")
     if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
         return parameters | ANY_OBJECT
@@ -197,7 +197,7 @@ def _thought_rules(reasoning: ReasoningRule | None) -> Iterator[str]:
 
 
 def _free_rules(name: str, start: Tag, end: Tag) -> Iterator[str]:
-    """Any text of ordinary tokens between two tags; `end` may be empty, for the end of the answer."""
+    """Return rules for any text of ordinary tokens between two tags; an empty `end` is the end of the answer."""
     if end and isinstance(end[0], str):
         yield f"{name}: {symbols(start)} {name}_text {symbols(end[1:])}"
         yield f"{name}_text[suffix={quoted(end[0])}]: /(?s:.*)/"
@@ -208,7 +208,7 @@ def _free_rules(name: str, start: Tag, end: Tag) -> Iterator[str]:
 
 # ---------------------------------------------------------------- faults
 def check(schema: Any, param: str, prove: Prove = checker.fault) -> None:
-    """Raises InvalidValue, naming the innermost place at fault, when a schema can't be enforced."""
+    """Check that a schema can be enforced. Raises InvalidValue that names the innermost place at fault."""
     if schema is False:
         raise InvalidValue(f"{param}: no answer could follow the schema `false`", param=param)
     place, inner = endless.fault(schema, param)
@@ -219,7 +219,7 @@ def check(schema: Any, param: str, prove: Prove = checker.fault) -> None:
 
 
 def _first_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str]:
-    """(place, reason) of what llguidance has against a schema; the reason is empty if there is nothing."""
+    """Return (place, reason) of llguidance's objection to a schema; the reason is empty if it has none."""
     try:
         fault = _fault(f"start: {json_rule(schema)}", prove)
     except RecursionError:
@@ -230,7 +230,7 @@ def _first_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str]:
 
 
 def _widest_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str] | None:
-    """(place, reason) of a part that is too wide; None if there is none, or none was found in time."""
+    """Return (place, reason) of a part that is too wide; None if there is none, or none was found in time."""
     if not isinstance(schema, dict):
         return None
     until = monotonic() + LOOK_SECONDS
@@ -244,7 +244,7 @@ def _widest_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str] | No
 
 
 def _fault(lark: str, prove: Prove) -> str:
-    """What is wrong with a grammar, in one line; empty if nothing is."""
+    """Return what is wrong with a grammar, in one line; empty if nothing is."""
     if dangerous := hazard(lark):
         return dangerous
     first = prove(LLMatcher.grammar_from_lark(lark)).removeprefix("at 1(8): failed to compile JSON schema: ")
@@ -252,7 +252,7 @@ def _fault(lark: str, prove: Prove) -> str:
 
 
 def _innermost(schema: Any, place: str, fault: str, prove: Prove) -> tuple[str, str]:
-    """Goes down as long as a part is at fault by itself and there is time."""
+    """Return the innermost part that is at fault by itself and is found in time, as (place, reason)."""
     until = monotonic() + LOOK_SECONDS
     looks = MAX_LOOKS
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
@@ -273,7 +273,7 @@ def _innermost(schema: Any, place: str, fault: str, prove: Prove) -> tuple[str, 
 
 
 def parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas directly inside a schema, with their paths from it."""
+    """Yield the schemas directly inside a schema, with their paths from it."""
     if not isinstance(schema, dict):
         return
     for key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
@@ -293,7 +293,7 @@ def _objects(key: str, value: Any) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 def unsupported(format_name: str, param: str) -> UnsupportedParameter:
-    """For models whose calls aren't JSON."""
+    """Return the error for a model whose calls aren't JSON."""
     return UnsupportedParameter(
         f"{param}: a call can't be forced with this model, whose tool format is {format_name!r}", param=param
     )

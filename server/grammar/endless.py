@@ -30,7 +30,7 @@ Parts = dict[int, tuple[str, dict[str, Any]]]  # by id: place, schema
 
 
 def fault(schema: Any, param: str) -> tuple[str, str]:
-    """(place, reason) of the innermost part that no finite text can follow; two empty strings if there is none."""
+    """Return (place, reason) of the innermost part that no finite text can follow; two empty texts if there is none."""
     if not isinstance(schema, dict):
         return "", ""
     parts = reachable(schema, param)
@@ -42,7 +42,7 @@ def fault(schema: Any, param: str) -> tuple[str, str]:
 
 
 def reachable(root: dict[str, Any], param: str) -> Parts:
-    """The schemas that may apply to some part of an answer, from the outside in."""
+    """Return the schemas that may apply to some part of an answer, from the outside in."""
     found: Parts = {}
     left = [(param, root)]
     while left:
@@ -74,7 +74,7 @@ def _schemas(part: dict[str, Any], key: str) -> list[Any]:
 
 
 def targets(root: Any, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schema that `$ref` names, if it is one of this document."""
+    """Yield the schema that `$ref` names, if it is one of this document."""
     ref = part.get("$ref")
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         return
@@ -90,7 +90,7 @@ def targets(root: Any, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _steps(ref: str) -> list[str]:
-    """The keys of a JSON pointer."""
+    """Return the keys of a JSON pointer."""
     return [unquote(step).replace("~1", "/").replace("~0", "~") for step in ref.removeprefix("#").split("/")[1:]]
 
 
@@ -100,7 +100,7 @@ def _place(param: str, ref: str) -> str:
 
 # ---------------------------------------------------------------- finite or not
 def _endless(root: dict[str, Any], parts: Parts) -> set[int]:
-    """The ids of those that aren't finite: what isn't proved to come to an end by those inside it."""
+    """Return the ids of the schemas that aren't finite: those not proved finite by the schemas inside them."""
     endless = set(parts)
     named = {key: list(targets(root, part)) for key, (_, part) in parts.items()}
     inwards = [(key, _together(part, named)) for key, (_, part) in reversed(parts.items())]
@@ -115,7 +115,7 @@ def _endless(root: dict[str, Any], parts: Parts) -> set[int]:
 
 
 def _together(part: dict[str, Any], targets: Mapping[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A schema and those that hold beside it wherever it does: the members of `allOf`, and what `$ref` names."""
+    """Return a schema and those that hold wherever it does: the members of `allOf`, and the target of `$ref`."""
     found: dict[int, dict[str, Any]] = {}
     left = [part]
     while left and len(found) < MOST_TOGETHER:
@@ -128,7 +128,7 @@ def _together(part: dict[str, Any], targets: Mapping[int, list[dict[str, Any]]])
 
 
 def _ends(together: list[dict[str, Any]], endless: set[int], targets: Mapping[int, list[dict[str, Any]]]) -> bool:
-    """Whether a finite text may follow schemas that all hold."""
+    """Return whether a finite text may follow schemas that all hold."""
     for one in together:
         if any(id(item) in endless for item in [*_schemas(one, "allOf"), *targets.get(id(one), [])]):
             return False
@@ -145,7 +145,7 @@ def _ends(together: list[dict[str, Any]], endless: set[int], targets: Mapping[in
 def _chosen(
     item: Any, together: list[dict[str, Any]], endless: set[int], targets: Mapping[int, list[dict[str, Any]]]
 ) -> bool:
-    """Whether a finite text may follow an alternative and what holds beside it."""
+    """Return whether a finite text may follow an alternative and the schemas that hold beside it."""
     if not isinstance(item, dict):
         return item is not False
     if id(item) in endless:
@@ -154,13 +154,13 @@ def _chosen(
 
 
 def _some_kind_ends(together: list[dict[str, Any]], endless: set[int]) -> bool:
-    """Whether an answer of some type may do without what is endless."""
+    """Return whether an answer of some type needs no endless schema."""
     kinds = _kinds(together)
     return not kinds or not all(any(id(item) in endless for item in _needed(together, kind)) for kind in kinds)
 
 
 def _needed(together: list[dict[str, Any]], kind: str) -> Iterator[Any]:
-    """The schemas of properties and items that each answer of a type has to have."""
+    """Yield the schemas of the properties and items that every answer of a type must have."""
     if kind == "object":
         names = {name for one in together for name in _schemas(one, "required")[:MOST_NAMES] if isinstance(name, str)}
         for one in together:
@@ -177,7 +177,7 @@ def _needed(together: list[dict[str, Any]], kind: str) -> Iterator[Any]:
 
 
 def _kinds(together: list[dict[str, Any]]) -> set[str]:
-    """The types that an answer may have; all of them where no schema says."""
+    """Return the types that an answer may have; all of them where no schema names one."""
     kinds = set(_TYPES)
     for one in together:
         said = one.get("type")
@@ -189,7 +189,7 @@ def _kinds(together: list[dict[str, Any]]) -> set[str]:
 
 
 def _of_property(one: dict[str, Any], name: str) -> Iterator[Any]:
-    """What a schema says of a property: by its name or plain patterns, else what it says of others."""
+    """Yield the schemas of a property: by its name and plain patterns, else the one of other properties."""
     properties = one.get("properties")
     if isinstance(properties, dict) and name in properties:
         yield properties[name]
@@ -204,7 +204,7 @@ def _of_property(one: dict[str, Any], name: str) -> Iterator[Any]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of letters and anchors matches; False for all others, which might take Python for ever."""
+    """Return whether a pattern of letters and anchors matches; False for others, which may take Python for ever."""
     if not _PLAIN.fullmatch(pattern):
         return False
     text = pattern.removeprefix("^").removesuffix("$")

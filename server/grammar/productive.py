@@ -23,13 +23,13 @@ Needed = list["str | Need"]  # names of rules and terminals, and groups, all of 
 
 
 def is_rule(definition: Definition) -> bool:
-    """Whether it may refer to rules: a terminal can't, nor a rule with certain attributes, which is one as well."""
+    """Return whether a name may refer to rules: terminals can't, nor rules with attributes that make them terminals."""
     keys = {word.text for word in definition.attributes if word.kind == "name"}
     return not definition.is_terminal and not keys & _OF_TERMINALS
 
 
 def endless_rule(definitions: Sequence[Definition], barren: Collection[str] = ()) -> str:
-    """What is needed on the way from `start` and no finite text can follow; empty if nothing is. `barren`: terminals,
+    """Return a name that `start` needs and no finite text can follow; empty if there is none. `barren`: terminals,
     by name or as they are written in a rule, that no text matches."""
     rules: dict[str, Need] = {one: [[one]] for one in barren}
     try:
@@ -49,13 +49,13 @@ def endless_rule(definitions: Sequence[Definition], barren: Collection[str] = ()
 
 
 def _reached(rules: dict[str, Need], ending: set[str], barren: Collection[str]) -> str:
-    """What `start` needs in one of its alternatives, however far away, and is endless; a terminal before a rule."""
+    """Return the endless name that `start` needs in one of its alternatives, directly or not; terminals first."""
     endless = [name for name in reached(rules) if name in rules and name not in ending]
     return next((name for name in endless if name in barren), next(iter(endless), ""))
 
 
 def reached(rules: dict[str, Need]) -> list[str]:
-    """`start`, and the names that it needs in one of its alternatives, however far away."""
+    """Return `start` and the names that it needs in one of its alternatives, directly or not."""
     left = ["start"]
     seen = dict.fromkeys(left)
     while left:
@@ -86,7 +86,7 @@ def _part_ends(part: str | Need, ending: set[str], rules: dict[str, Need]) -> bo
 
 # ---------------------------------------------------------------- reading
 def _alternatives(body: Sequence[Word], place: int, depth: int, barren: Collection[str]) -> tuple[Need, int]:
-    """Alternatives up to the end of the rule or group, and the place of that end."""
+    """Return the alternatives up to the end of the rule or group, and the place of that end."""
     if depth > MOST_DEPTH:
         raise Unread
     need: Need = [[]]
@@ -106,7 +106,7 @@ def _alternatives(body: Sequence[Word], place: int, depth: int, barren: Collecti
 
 
 def _add(needed: Needed, body: Sequence[Word], place: int, barren: Collection[str]) -> int:
-    """Adds a word to what an alternative needs; the place of the last word that was read."""
+    """Add a word to the names that an alternative needs. Returns the place of the last word read."""
     word = body[place]
     if word.kind == "often":
         if word.text in ("*", "?") or _NONE.match(word.text):

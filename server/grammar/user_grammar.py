@@ -1,7 +1,7 @@
-"""What a user's grammar in Lark is held to before any work, beyond what llguidance says of it.
+"""Checks of a user's grammar in Lark before any work, beyond those of llguidance.
 
 Owns the rewriting of the grammar: the schemas in it get the options that every other schema has, and tokens are named
-by id. Runs in the server's worker thread. What the reader of grammars doesn't understand stays as it is.
+by id. Runs in the server's worker thread. Text that the reader of grammars doesn't understand stays as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tokens:
 
 
 def checked(grammar: str, param: str, tokens: Tokens, prove: Prove) -> str:
-    """The grammar, ready for llguidance. Raises InvalidValue for what no answer could follow to its end."""
+    """Return the grammar, ready for llguidance. Raises InvalidValue for one that no answer can follow to its end."""
     try:
         words = lark.words(grammar)
         _check_options(words, param)
@@ -62,7 +62,7 @@ def _check_options(words: Sequence[Word], param: str) -> None:
 
 
 def _check_rules(grammar: str, words: Sequence[Word], param: str, prove: Prove) -> None:
-    """The rules of a grammar, and those of the grammars in it."""
+    """Check the rules of a grammar, and those of the grammars in it."""
     try:
         definitions = lark.definitions(grammar, words)
     except lark.Unread:
@@ -81,7 +81,7 @@ def _check_rules(grammar: str, words: Sequence[Word], param: str, prove: Prove) 
 def _check_width(
     grammar: str, words: Sequence[Word], definitions: Sequence[Definition], param: str, prove: Prove
 ) -> None:
-    """Long rules, each as the beginning of an answer: what it allows there is too much wherever else it is reached."""
+    """Check long rules, each as the start of an answer: one that is too wide there is too wide everywhere."""
     until = monotonic() + build.LOOK_SECONDS
     long = sorted((one for one in definitions if is_rule(one) and len(one.body) > MANY_WORDS), key=_length)
     for one in long[:MOST_WIDE]:
@@ -97,7 +97,7 @@ def _length(definition: Definition) -> int:
 
 
 def _begun_with(grammar: str, words: Sequence[Word], name: str) -> str:
-    """The grammar of these words with another rule as its start."""
+    """Return the grammar of these words with another rule as its start."""
     made = []
     place = words[0].start
     end = words[-1].end
@@ -116,7 +116,7 @@ def _refusal(param: str, reason: str) -> InvalidValue:
 
 # ---------------------------------------------------------------- what is written anew
 def _replaced(words: Sequence[Word], param: str, tokens: Tokens, prove: Prove) -> Iterator[tuple[Word, str]]:
-    """Words that llguidance gets in another form, in their order."""
+    """Return the words that llguidance gets in another form, in their order."""
     for word in lark.every(words):
         if word.kind == "json" and isinstance(word.value, dict | bool):
             yield word, _schema(word.value, param, prove)
@@ -135,7 +135,7 @@ def _schema(schema: Any, param: str, prove: Prove) -> str:
 
 
 def _options(asked: Any) -> dict[str, Any]:
-    """White space is the author's to choose, but no keyword of a schema is passed over."""
+    """Return the options of a schema: its author chooses the white space, but no keyword is ignored."""
     own = {}
     if isinstance(asked, dict):
         own = {key: value for key, value in asked.items() if value is not None}
@@ -146,7 +146,7 @@ def _options(asked: Any) -> dict[str, Any]:
 
 
 def _token(text: str, param: str, tokens: Tokens) -> str:
-    """A token by its id. Raises InvalidValue for one that the model can't draw."""
+    """Return a token by its id. Raises InvalidValue for one that the model can't draw."""
     if _IDS.fullmatch(text):
         beyond = [number for number in re.findall(r"\d+", text) if int(number[:20]) >= tokens.count]
         if beyond:

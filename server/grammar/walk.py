@@ -47,14 +47,14 @@ class _WalkTokenizer:
         self.special_token_ids = list(control)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """How forced text is spelled."""
+        """Return the ids of forced text."""
         if isinstance(text, str):
             text = text.encode()
         return list(text)
 
 
 def tokenizer(grammar: str) -> tuple[LLTokenizer, list[int]]:
-    """Tokens to walk over a grammar with, and the ids that may be drawn."""
+    """Return the tokenizer for a walk over a grammar, and the ids that may be drawn."""
     numbers = {int(number[:9]) for tag in _TAG.findall(grammar) for number in _NUMBER.findall(tag)}
     control = tuple(sorted(number for number in numbers if 255 < number < MOST_IDS))
     return _tokenizer(control), [*range(256), *control]
@@ -62,14 +62,14 @@ def tokenizer(grammar: str) -> tuple[LLTokenizer, list[int]]:
 
 @lru_cache(4)
 def _tokenizer(control: tuple[int, ...]) -> LLTokenizer:
-    """Making them takes longer than checking a small grammar."""
+    """Make the tokenizer, which takes longer than checking a small grammar and is kept."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(cast("Any", _WalkTokenizer(control)))
 
 
 def fault(matcher: LLMatcher, ids: Sequence[int]) -> str:
-    """Where llguidance gives up, in one line; empty if no walk comes to such a place."""
+    """Return where llguidance gives up, in one line; empty if no walk comes to such a place."""
     until = monotonic() + SECONDS
     for choose in (_structural, _any):
         if found := _walk(matcher.deep_copy(), ids, choose, until):
@@ -99,7 +99,7 @@ def _said(error: str, length: int) -> str:
 
 
 def _structural(allowed: list[int], draw: Random) -> int:
-    """Ends strings and goes on to the next key or value: JSON's widest places are there."""
+    """Choose bytes that end strings and go on to the next key or value, where JSON is widest."""
     if _QUOTE in allowed and len(allowed) > _MANY:
         return _QUOTE
     for byte in _LEADING:

@@ -20,7 +20,7 @@ _SHARED = ("$defs", "definitions")
 
 
 def widest(schema: Any, parts: Iterable[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """(place, schema) of the widest `parts` of a schema, which come with their places: objects, then alternatives."""
+    """Return (place, schema) of the widest `parts` of a schema, given with their places: objects, then alternatives."""
     own: list[tuple[int, str, dict[str, Any]]] = []
     joined = []
     shared = {key: schema[key] for key in _SHARED if isinstance(schema, dict) and key in schema}
@@ -37,7 +37,7 @@ def _wide(found: list[tuple[int, str, dict[str, Any]]]) -> list[tuple[int, str, 
 
 
 def _longest_run(part: dict[str, Any]) -> list[str]:
-    """The longest list of properties any of which may come next: those between two that are required."""
+    """Return the longest run of properties any of which may come next: those between two required ones."""
     properties = part.get("properties")
     if not isinstance(properties, dict):
         return []
@@ -53,7 +53,7 @@ def _longest_run(part: dict[str, Any]) -> list[str]:
 
 
 def _outline(part: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """An object of properties that say nothing: what it allows next is what the part allows."""
+    """Return an object of properties without constraints, which allows next what the part allows."""
     more = part.get("additionalProperties", True)
     return {
         "type": "object",
@@ -63,7 +63,7 @@ def _outline(part: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _width(root: Any, part: dict[str, Any], depth: int = 0) -> int:
-    """How many continuations a part and its alternatives allow, counted up to MANY at each depth."""
+    """Return how many continuations a part and its alternatives allow, counted up to MANY at each depth."""
     width = len(_longest_run(part))
     if depth < 3:
         for other in _beside(root, part):
@@ -74,7 +74,7 @@ def _width(root: Any, part: dict[str, Any], depth: int = 0) -> int:
 
 
 def _beside(root: Any, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The schemas that hold for the same value."""
+    """Yield the schemas that hold for the same value."""
     listed = chain.from_iterable(part[key] for key in _JOINED if isinstance(part.get(key), list))
     yield from (one for one in listed if isinstance(one, dict))
     yield from targets(root, part)

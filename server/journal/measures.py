@@ -58,7 +58,7 @@ class JournalMetrics:
         return [WRITABLE, BYTES, LIMIT, STORED, READERS, *(counted.family for counted in self._counted)]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what there is to tell now: gauges only where there is a journal."""
+        """Yield what there is to report now: gauges only where there is a journal."""
         yield from (counted.collect() for counted in self._counted)
         state = self.state
         if state is None or state.condition == "off":

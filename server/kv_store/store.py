@@ -161,7 +161,7 @@ class Store:
     def write(self, entry: Entry, head: Head, data: Sequence[Buffer]) -> None:
         """Write a file that was entered, beside its place and then into it, and make room for it. Raises OSError.
 
-        It isn't forced out to the disk: it outlives this process, and after a power failure the checksum tells.
+        It isn't forced out to the disk: it outlives this process, and after a power failure the checksum decides.
         """
         began = time.perf_counter()
         buffers = record.pack(head, data)

@@ -1,7 +1,7 @@
 """A cache taken apart into plain values and arrays, and put together again.
 
-Owns the walk in both directions. Runs in the engine's main thread. It never asks a cache for its `state` and tells no
-class from another: whatever an object holds in its attributes is taken.
+Owns the walk in both directions. Runs in the engine's main thread. It never asks a cache for its `state` and knows no
+classes: whatever an object holds in its attributes is taken.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class Slope:
     def __init__(self, points: int = 240, spacing: float = 64) -> None:
         self._points: deque[tuple[float, float, float]] = deque(maxlen=points)
         self._spacing = spacing
-        self.fit: Fit | None = None  # none while there are too few points to tell
+        self.fit: Fit | None = None  # none while there are too few points for a line
 
     def add(self, tokens: float, value: float, now: float) -> None:
         if not self._points or tokens - self._points[-1][0] >= self._spacing:

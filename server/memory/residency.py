@@ -133,7 +133,7 @@ def device_memory() -> int:
 
 
 def pool_limit() -> int:
-    """MLX tells its pool's limit only to who sets another."""
+    """Return the limit of MLX's pool, which MLX returns only where another one is set."""
     limit = mx.set_cache_limit(0)
     mx.set_cache_limit(limit)
     return limit

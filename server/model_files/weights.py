@@ -123,7 +123,7 @@ def _other(folder: Path) -> str:
 
 # ---------------------------------------------------------------- whether they are whole
 def _fault(file: Path) -> str | None:
-    """What is wrong with the file, as far as its head and its size tell."""
+    """Return what is wrong with the file, as far as its head and its size show."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -88,7 +88,7 @@ class WithAnnouncement(Exchange):
 class WithoutChunks(Exchange):
     """An answer to an HTTP/1.0 client, which knows no chunks and no interim answers: its body ends with the connection.
 
-    uvicorn 0.54 sends both to everybody (https://github.com/Kludex/uvicorn/pull/1360); this may go once it doesn't.
+    uvicorn 0.54 sends both to every client (https://github.com/Kludex/uvicorn/pull/1360); this may go once it doesn't.
     """
 
     async def receive(self) -> Any:
@@ -257,7 +257,7 @@ class Protocol(HttpToolsProtocol):
         self._linger()
 
     def _break_off(self, why: RequestError) -> None:
-        """Tells the reader of the newest request's body that there will be no more of it."""
+        """Signal the reader of the newest request's body that there will be no more of it."""
         cast("dict[str, Any]", self.cycle.scope)[FAULT] = why
         self.cycle.message_event.set()
 

@@ -104,7 +104,7 @@ class Startup:
         log.info("%s", line)
 
     def _left(self) -> list[str]:
-        """When the work ends at its pace so far, in words; nothing while that is too little to tell."""
+        """When the work ends at its pace so far, in words; nothing while that is too little to estimate."""
         began, first = self._measured
         took = self._clock() - began
         done = (self._share or 0.0) - first

@@ -1,4 +1,4 @@
-"""The state of a server, second by second, for any number of readers.
+"""Reports of a server's state, one a second, for any number of readers.
 
 Owns the history of the last minutes, the list of events, and the frames that readers get. Runs on the server's event
 loop. Each second costs one reading and one encoding, however many read; a reader that falls behind skips frames and
@@ -38,7 +38,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class StatusEvent(msgspec.Struct, frozen=True):
-    """Something that happened. `kind`: death, rotation, resume, ready or guard; `number` rises by 1."""
+    """One event of the page's list. `kind`: death, rotation, resume, ready or guard; `number` rises by 1."""
 
     number: int
     time: float
@@ -60,7 +60,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A whole answer of /status, and the data of each event of /status/events."""
+    """The body of /status, and the data of each `report` event of /status/events."""
 
     verdict: Verdict
     status: Status
@@ -68,7 +68,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Feed:
-    """The reports of one server. `run` makes them; `report` and `frames` read them."""
+    """The reports of one server. `run` makes one a second; `report` and `frames` read them."""
 
     def __init__(self, supervisor: Supervisor, metrics: Metrics, model: str) -> None:
         self.points: deque[Point] = deque(maxlen=HISTORY_POINTS)
@@ -94,7 +94,7 @@ class Feed:
             await asyncio.sleep(TICK_SECONDS)
 
     def advance(self) -> None:
-        """Take note of the second that has passed and wake the readers."""
+        """Add a point for the second that has passed, note its events, and wake the readers."""
         self._first_tokens.append(self._metrics.first_tokens)
         self._note_events()
         report = self.report()
@@ -105,7 +105,7 @@ class Feed:
         tick.set()
 
     def _add_point(self, point: Point) -> None:
-        """Points lie in the order of their times, also when the clock was set back."""
+        """Append a point, and keep the points in the order of their times when the clock was set back."""
         while self.points and self.points[-1].time >= point.time:
             self.points.pop()
         self.points.append(point)
@@ -128,7 +128,7 @@ class Feed:
 
     @property
     def _is_over(self) -> bool:
-        """The server ends and has nothing left to do: an open page mustn't hold it up."""
+        """Return whether the server ends and has nothing left to do: an open page must not delay it."""
         return self._supervisor.draining and not any(self._supervisor.generations())
 
     # ---------------------------------------------------------------- what happened since the last second
@@ -164,7 +164,7 @@ class Feed:
         self._resumes = dict(resumes)
 
     def _note_actions(self) -> None:
-        """Tell the acts of the engine's guards; the server's own appear as the ends of engines."""
+        """Report the acts of the engine's guards; the server's own appear as the ends of engines."""
         snapshot = self._supervisor.engine.snapshot
         new = [action for action in snapshot.actions if action.time > self._acted] if snapshot else []
         for action in new:
@@ -179,7 +179,7 @@ class Feed:
         return Deaths(len(self._deaths), now - self._deaths[-1]) if self._deaths else Deaths()
 
     def _first_token(self) -> float | None:
-        """Average seconds to the first token of the last minute's requests."""
+        """Return the average seconds to the first token of the last minute's requests; None without any."""
         number, seconds = self._first_tokens[0]
         newest, total = self._first_tokens[-1]
         return (total - seconds) / (newest - number) if newest > number else None

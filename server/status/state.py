@@ -1,8 +1,8 @@
-"""The state of a server as people look at it: one value, made once a second.
+"""The state of a server in one value, made once a second.
 
-Owns the reading of supervisor and metrics into `Status`. Runs on the server's event loop; reads what is known there
-already and never asks the engine, so that it works while that is busy, stuck or gone. Nothing in it is a client's
-text.
+Owns the reading of supervisor and metrics into `Status`. Runs on the server's event loop; reads what the
+server process has already and never asks the engine, so that it works while the engine is busy, stuck or gone. Holds
+no text of a client.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
 
 
 class BufferState(msgspec.Struct, frozen=True):
-    """MLX's live buffers against the device's limit; `pending`: cache arrays that no step has evaluated."""
+    """Counts of MLX's live buffers, and their limit; `pending`: cache arrays that no step has evaluated."""
 
     source: str
     count: int | None
@@ -54,7 +54,7 @@ class BufferState(msgspec.Struct, frozen=True):
 
 
 class MemoryState(msgspec.Struct, frozen=True):
-    """Bytes, as the engine's last report has them; None before the first report."""
+    """Bytes by the engine's last report; None before the first one."""
 
     active: int | None
     limit: int | None
@@ -65,7 +65,7 @@ class MemoryState(msgspec.Struct, frozen=True):
 
 
 class QueueState(msgspec.Struct, frozen=True):
-    """Sequences by where they are, and how many fit."""
+    """Counts of sequences that run, wait and read prompts, and both limits."""
 
     running: int
     waiting: int
@@ -94,7 +94,7 @@ class RowState(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """All of it. Times are seconds; `time` counts from 1970. `log`: where the server's log can be read."""
+    """The whole state. Times are seconds; `time` counts from 1970. `log`: where the server's log can be read."""
 
     time: float
     model: str
@@ -146,7 +146,7 @@ def read(supervisor: Supervisor, metrics: Metrics, model: str, uptime: float, fi
 
 
 def _finite(seconds: dict[str, float]) -> dict[str, float | None]:
-    """Give None where there is no end in sight: infinity is no JSON number."""
+    """Return None for infinity, which is no JSON number."""
     return {name: value if math.isfinite(value) else None for name, value in seconds.items()}
 
 
@@ -240,7 +240,7 @@ def _state(generation: Generation, progress: PromptProgress | None) -> str:
 
 
 def _rate(generation: Generation) -> float | None:
-    """Average over its life, from the first token on."""
+    """Return tokens a second over a generation's life, from the first token on."""
     seconds = generation.last - generation.first
     if len(generation.generated) < 2 or seconds <= 0:
         return None

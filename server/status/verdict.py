@@ -1,4 +1,4 @@
-"""A server's state in a sentence: is it healthy, and if not, what is wrong and what happens next.
+"""A verdict on a server's state: whether it is healthy, and if not, what is wrong and what happens next.
 
 Owns the rules and their words. Pure; the same for the live page, `marathon status` and `marathon top`.
 """
@@ -21,7 +21,7 @@ _ORDER = {"ok": 0, "starting": 1, "warning": 2, "critical": 3}
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`title` in a word or two; `sentences`: the reasons, the gravest first."""
+    """A judgement. `title`: a word or two; `sentences`: the reasons, the gravest first."""
 
     level: Level
     title: str
@@ -39,7 +39,7 @@ NONE = Deaths()
 
 
 def judge(status: Status, deaths: Deaths = NONE) -> Verdict:
-    """Judge a state."""
+    """Return the verdict on a state, with a sentence for each thing that is wrong."""
     found = [finding for rule in _RULES for finding in rule(status, deaths)]
     found.sort(key=lambda finding: -_ORDER[finding[0]])
     level, title, _ = found[0]
@@ -64,7 +64,7 @@ def _availability(status: Status, deaths: Deaths) -> Iterator[Finding]:
 
 
 def _stage(status: Status) -> str:
-    """What an engine that starts is busy with, and how far it is."""
+    """Return what an engine that starts is busy with, and how far it is."""
     engine = status.engine
     stage = engine.stage or "the engine process starts"
     if engine.weights_read is None or not engine.weights_total:
@@ -151,7 +151,7 @@ def _work(status: Status, deaths: Deaths) -> Iterator[Finding]:
 
 
 def _reading(row: RowState) -> str:
-    """How far a prompt is read, how fast, and when that ends."""
+    """Return how far a prompt is read, at what pace, and when it will be read."""
     read = row.read or 0
     total = row.to_read or 1
     words = f"{read:,} of {total:,} tokens ({read / total:.0%})"
@@ -171,7 +171,7 @@ _RULES: tuple[Rule, ...] = (_availability, _deaths, _buffers, _memory, _journal,
 
 
 def duration(seconds: float) -> str:
-    """Say a time as people do, such as `4 minutes`."""
+    """Return a time in words, such as `4 minutes`."""
     for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}s"
@@ -179,7 +179,7 @@ def duration(seconds: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Say how long ago something was, by the minute: it is read out whenever it changes."""
+    """Return how long ago something was, in whole minutes, since screen readers read each change out."""
     if seconds < 60:
         return "less than a minute ago"
     if seconds < 120:

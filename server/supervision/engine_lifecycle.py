@@ -155,7 +155,7 @@ class EngineLifecycle:
         return self._account(connection, was_ready, engine_process.describe_exit(status))
 
     def learn(self, tokens: TokenTable) -> None:
-        """Tells this engine and all later ones what the tokens say."""
+        """Give this engine and all later ones the table of tokens."""
         self._tokens = tokens
         if self.connection is not None:
             self.connection.send(messages.Learn(self.epoch, tokens))

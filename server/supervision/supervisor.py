@@ -114,7 +114,7 @@ class Supervisor:
         self._watch = asyncio.create_task(self._engines.watch())
 
     def learn(self, tokens: TokenTable) -> None:
-        """Tells the engines what the tokens say; until then no grammar can be followed."""
+        """Give the engines the table of tokens; until then no grammar can be followed."""
         self._engines.learn(tokens)
 
     async def wait_known(self) -> messages.Ready:

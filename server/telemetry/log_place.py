@@ -1,4 +1,4 @@
-"""Where a process's log goes, in words: for people who are told to read it.
+"""Where a process's log goes, in words, for people who have to read it.
 
 Owns nothing; looks at the descriptor of stderr. Pure otherwise.
 """

@@ -4,7 +4,7 @@ Owns the search for tags in a stream of characters and the state that they lead 
 answer and is fed by the owner of that answer's text; no I/O. Never shows a tag or a piece of one, and never looks at a
 character twice.
 
-mlx-lm tells which tags a model uses. Two things are added here: a closing reasoning tag without an opening one is
+mlx-lm knows which tags a model uses. Two things are added here: a closing reasoning tag without an opening one is
 dropped, and models that speak in the "harmony" format, for which mlx-lm has no states, get theirs.
 """
 
@@ -132,7 +132,7 @@ class Channels:
     """
 
     def __init__(self, transitions: Transitions, state: str, tags: Tags, *, strings: bool = False) -> None:
-        """`tags` tells which tags are control tokens: those are fed as their marks. `strings`: what stands between tool
+        """`tags` says which tags are control tokens: those are fed as their marks. `strings`: what stands between tool
         tags is JSON that a grammar holds to its form, so that no tag is looked for in its strings."""
         self._transitions = {s: tuple((tags.marked(tag), to) for tag, to in edges) for s, edges in transitions.items()}
         self._plain = tags.plain

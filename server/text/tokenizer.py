@@ -283,7 +283,7 @@ def _speaks_harmony(encoder: Encoder) -> bool:
 
 
 def _no_parser(text: str, tools: list[dict[str, Any]] | None) -> Any:
-    raise ValueError("calls in this format are told as they form, or not at all")
+    raise ValueError("calls in this format are read as they form, or not at all")
 
 
 def _template(wrapper: Any, encoder: Encoder, think: tuple[str, str] | None) -> ChatTemplate:

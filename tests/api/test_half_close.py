@@ -1,4 +1,4 @@
-"""A client that sends no more is told apart from one that has left; each in every protocol and at every moment."""
+"""A client that sends no more is distinguished from one that has left; each in every protocol and at every moment."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ async def test_a_schema_that_takes_long_to_check_delays_no_text(monkeypatch):
 
 
 async def test_what_a_hostile_request_takes_is_given_back():
-    """Five million lists; they are of a field that nobody knows, so the answer is as usual."""
+    """Five million lists; they are of a field that isn't known, so the answer is as usual."""
     content = b'{"prompt": "Say", "unheard": [' + b"[]," * 5_000_000 + b"[]]}"
     async with run_server(engine(context=LONG)) as site:
         await site.complete("word " * 60_000)
@@ -146,7 +146,7 @@ async def test_what_a_hostile_request_takes_is_given_back():
     ],
 )
 def test_a_million_faults_cost_what_one_costs(members, at_fault):
-    """Each takes a kilobyte, and the first is the only one of which anything is told."""
+    """Each takes a kilobyte, and the first is the only one that is reported."""
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate(body.parse(b"{" + members + b"}"))
     assert caught.value.error_count() == 1
@@ -186,7 +186,7 @@ async def test_what_a_request_does_to_its_process_is_its_own_affair(make):
     assert caught.value.numbers == {"n_prompt_tokens": 5, "n_ctx": 4}
     with pytest.raises(InternalError, match="made a mistake"):
         await large.prepare(large_works.fail, b"")
-    await ended(large)  # nobody needs it any more
+    await ended(large)  # it isn't needed any more
 
 
 async def ended(large):
@@ -232,7 +232,7 @@ def test_a_large_result_is_loaded_in_turns_with_other_threads():
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "reported"),
     [
         ("/tokenize", "content"),
         ("/tokenize", "prompt"),

@@ -163,7 +163,7 @@ async def test_special_tokens_are_shown_to_who_asks() -> None:
 
 
 async def test_a_bare_prompt_may_come_with_its_own_begin_token(tmp_path: Path) -> None:
-    """Whoever renders a template by hand has written it already."""
+    """A client that renders a template by hand has written it already."""
     made = small.pieces()
     made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))])
     folder = small.write(tmp_path, made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

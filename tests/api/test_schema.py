@@ -1,4 +1,4 @@
-"""What a client may send, and how it is told what it may not."""
+"""What a client may send, and how it learns what it may not."""
 
 from __future__ import annotations
 

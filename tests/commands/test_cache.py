@@ -72,7 +72,7 @@ def test_the_settings_say_where_it_is_and_how_much_may_be(
 
 
 def test_clearing_removes_what_is_kept_and_nothing_else(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Somebody may have named a folder that holds other things as well."""
+    """A user may have named a folder that holds other things as well."""
     (home / "photos").mkdir()
     (home / "photos" / "half.part").write_bytes(b"x")
     (home / OTHER / "notes.txt").write_bytes(b"x")

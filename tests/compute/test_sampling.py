@@ -1,4 +1,4 @@
-"""A draw follows the distribution that was asked for, whoever else is in the batch."""
+"""A draw follows the distribution that was asked for, whatever rows share the batch."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Rows' KV on disk: what is saved of rows that live, who finds it again, and that nobody waits for it."""
+"""Rows' KV on disk: what is saved of rows that live, where it is found again, and that no step waits for it."""
 
 import functools
 import stat
@@ -394,7 +394,7 @@ def test_another_models_kv_is_not_found(tiny, tmp_path):
         assert other.started[1].reused == 0
 
 
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- what is reported
 def test_the_snapshot_has_the_figures(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "REPORT_SECONDS", 0.0)
     with engine(tiny, tmp_path) as one:

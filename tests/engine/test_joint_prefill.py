@@ -82,7 +82,7 @@ def burst(family):
 @pytest.mark.parametrize(("family", "way"), [(f, "padded") for f in PADDED] + [(f, "even") for f in EVEN])
 def test_what_is_read_together_is_what_is_read_alone(family, way, planned):
     """Bursts of any lengths, some of them beyond a window, some on prefixes that were there already. What a pass leaves
-    joins a batch as it is, with whoever came before or comes along."""
+    joins a batch as it is, with the rows that came before or come along."""
     raw, rig = model(family), Rig(family)
     rng = random.Random(family)
     prefixes = {seq: rng.choice([0, 0, 1, 21]) for seq in range(10)}
@@ -161,7 +161,7 @@ def test_any_number_of_like_prompts_is_one_pass_of_few_shapes_where_each_is_plan
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
 def test_what_stays_of_a_pass_pins_no_more_than_its_own(family):
-    """Whoever goes on without a longer row takes none of the padding along that stood for it."""
+    """A row that goes on without a longer row takes none of the padding along that stood for it."""
     inner = model(family)
     caches = together.read_together(
         inner, [make_prompt_cache(inner) for _ in range(3)], [prompt(20, 0), prompt(30, 1), prompt(300, 2)]

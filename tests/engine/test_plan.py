@@ -87,7 +87,7 @@ class CountingBatch:
 
 
 class Engine:
-    """A loop whose plans nobody computes."""
+    """A loop whose plans are carried out without arrays."""
 
     def __init__(self, *, fails=(), each=1, group_bytes=10**9, **options):
         self.inbox, self.sent = [], []

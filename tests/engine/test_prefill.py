@@ -1,4 +1,4 @@
-"""Prompts are read in chunks of few sizes, within the budget, and nobody waits for ever."""
+"""Prompts are read in chunks of few sizes, within the budget, and none waits for ever."""
 
 import mlx.core as mx
 import numpy as np
@@ -145,7 +145,7 @@ def trials(bench):
 @pytest.mark.parametrize("each", [0.05, 0.25, 1.0], ids=lambda ms: f"{ms} ms a token")
 def test_the_budget_holds_from_the_first_prompts_on(clock, budget, each):
     """Short prompts first, whose chunks say little of long ones; then a long one beside running rows. A length that
-    nobody has tried may take two budgets, twice, and once more when that is long ago."""
+    that hasn't been tried may take two budgets, twice, and once more when that is long ago."""
     bench = Bench(clock, lambda tokens, position: 2 * MS + tokens * each * MS)
     for seq in range(3):
         bench.insert(seq, 6)

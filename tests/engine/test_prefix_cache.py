@@ -32,7 +32,9 @@ class Served:
         return one.cached, [*one.sequence.marks, len(one.tokens) - 1]
 
     def _mark(self, one, length):
-        if not can_trim(one.caches) or length % 2:  # the engine keeps trimmable ones only if somebody waits for them
+        if (
+            not can_trim(one.caches) or length % 2
+        ):  # the engine keeps trimmable ones only if another prompt waits for them
             self.prefix.insert_copy(one.tokens[:length], one.caches)
 
     def run(self, tokens, *, marks=(), max_tokens=3):

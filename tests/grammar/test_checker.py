@@ -1,4 +1,4 @@
-"""Grammars are checked where a crash or an endless check costs nobody anything."""
+"""Grammars are checked where a crash or an endless check costs no other request anything."""
 
 import asyncio
 import os

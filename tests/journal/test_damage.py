@@ -176,7 +176,7 @@ async def test_a_full_disk_refuses_new_work_and_harms_no_answer_under_way(tmp_pa
         log = journal.tokens("resp_1")
         await append(log, [0])
         await append(log, [1], cached=2)
-        await append(log, [2])  # told, although there is no room
+        await append(log, [2])  # sent, although there is no room
         with pytest.raises(JournalUnavailable, match="the disk is full"):
             await journal.add(record("resp_2"))
         assert not journal.is_on

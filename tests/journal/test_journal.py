@@ -1,4 +1,4 @@
-"""What is stored is read again as it was, and belongs to whoever made it."""
+"""What is stored is read again as it was, and belongs to the key that made it."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_half_written_files_of_a_killed_writer_are_swept(tmp_path):
 
 
 def test_a_folder_of_another_user_stays_as_it_is(tmp_path):
-    """Somebody may name a folder that holds other things, too: none is swept, and its mode is its owner's choice."""
+    """A user may name a folder that holds other things, too: none is swept, and its mode is its owner's choice."""
     (tmp_path / "downloads").mkdir()
     (tmp_path / "downloads" / "film.part").write_bytes(b"x")
     tmp_path.chmod(0o755)

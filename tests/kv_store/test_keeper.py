@@ -1,4 +1,4 @@
-"""What is saved of a row comes back as it was, in any family, whoever it was batched with, and nothing else does."""
+"""What is saved of a row comes back as it was, in any family and beside any rows, and nothing else does."""
 
 import random
 import shutil

@@ -111,7 +111,7 @@ def test_rows_come_and_go_as_planned(played):
     assert set(texts) == set(played("qwen3_5", "mlx_lm").texts)
 
 
-# ---------------------------------------------------------------- a cache that nobody has seen before
+# ---------------------------------------------------------------- a cache of an unknown class
 class Clocked(KVCache):
     """Chains an array and keeps it out of `state`."""
 

@@ -374,7 +374,7 @@ def test_a_stopped_server_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Not even as a process that is about to end; a zombie that nobody reaps doesn't run."""
+    """Not even as a process that is about to end; a zombie that isn't reaped doesn't run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

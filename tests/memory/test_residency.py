@@ -348,10 +348,10 @@ def test_weights_beyond_the_limit_leave_no_room_and_break_nothing():
     [
         (0.79, 0.5, 0),  # calm
         (0.81, 0.5, 0.06),  # to where calm lasts, not all of it
-        (0.81, 0.02, 0),  # rows hold too much for calm, and nobody is held up
+        (0.81, 0.02, 0),  # rows hold too much for calm, and no row is held up
         (0.89, 0.05, 0),
         (0.91, 0.5, 0.16),
-        (0.91, 0.08, 0.06),  # no calm to be had, but nobody need be held up
+        (0.91, 0.08, 0.06),  # no calm to be had, but no row need be held up
         (0.91, 0.005, 0),  # new work is held up with or without
         (0.96, 0.2, 0.11),
         (0.96, 0.03, 0.03),  # new work is held up, but no row has to go

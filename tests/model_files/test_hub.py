@@ -46,7 +46,7 @@ for name in sys.argv[1:]:
 
 @dataclass
 class Hub:
-    """A hub on this machine. What it does is told by the model's name; `files` is what `org/whole` consists of."""
+    """A hub on this machine. What it does depends on the model's name; `files` is what `org/whole` consists of."""
 
     files: dict[str, bytes]
     url: str = ""

@@ -1,4 +1,4 @@
-"""A wheel from whatever index the machine is told to use."""
+"""A wheel from whatever index the machine is configured with."""
 
 from __future__ import annotations
 

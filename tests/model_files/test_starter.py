@@ -197,7 +197,7 @@ def test_a_process_that_is_ended_half_way_leaves_nothing_that_stays(shelf, tmp_p
         child.send_signal(sign)
     assert child.returncode != 0
     assert NAME not in left_in(tmp_path)
-    if sign is signal.SIGKILL:  # nobody can clear up then, so the next one does
+    if sign is signal.SIGKILL:  # nothing can clear up then, so the next one does
         assert len(left_in(tmp_path)) == 1
         shelf.ensure(tmp_path)
         assert left_in(tmp_path) == [NAME]

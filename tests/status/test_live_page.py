@@ -227,7 +227,7 @@ async def test_an_open_page_goes_on_with_a_server_that_was_restarted(page: Page)
     async with run_server(engine(say=says("word")), port=port):
         await page.until("document.getElementById('verdict').dataset.level === 'ok'")
         assert await page.value("document.querySelectorAll('#events [data-kind=death]').length") == 0
-        assert await page.value("document.querySelectorAll('#events li').length") >= 1, "its own events are told"
+        assert await page.value("document.querySelectorAll('#events li').length") >= 1, "its own events are shown"
         assert not await page.value("'stale' in document.body.dataset")
         page.errors.clear()
 

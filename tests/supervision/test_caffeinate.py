@@ -19,7 +19,7 @@ PERIOD = 0.005
 
 
 class Fake:
-    """Notes what it's told; refuses to be told the same twice."""
+    """Notes what it's asked for; refuses the same request twice."""
 
     def __init__(self) -> None:
         self.acts: list[str] = []

@@ -148,7 +148,7 @@ async def test_a_preempted_row_goes_on_when_there_is_room_and_calm(fake, counts)
         assert seq not in fake.rows
         fake.pressure = "calm"
         await asyncio.sleep(admission.CALM_SECONDS - 0.1)
-        assert supervisor.waiting == 2  # calm, but not for long; nobody overtakes
+        assert supervisor.waiting == 2  # calm, but not for long; none overtakes
         await until(lambda: len(fake.rows) == 3 and counts.of("resumed"))
         assert [s.seq for s in fake.submits[-2:]] == [seq, 3]
         for task in tasks:

@@ -16,7 +16,7 @@ from server.supervision.timeouts import Backoff
 
 
 class Recorded:
-    """Counts that remember what they were told."""
+    """Counts that remember the calls that they got."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[object, ...]]] = []

@@ -32,7 +32,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.rounds += 1
         if self.rounds > MOST_ROUNDS:
-            raise RuntimeError(f"this goes on for ever: it's {self.now:.0f} s past, and nobody is done")
+            raise RuntimeError(f"this goes on for ever: it's {self.now:.0f} s past, and no task is done")
         if events := super().select(0):
             return events
         if timeout is None:

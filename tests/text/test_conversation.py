@@ -1,5 +1,5 @@
 """Conversations of every make on templates that are particular about turns: all is said once and in order, or the
-template's own refusal is told; nothing that was typed becomes control, and what was a prompt stays the next one's
+template's own refusal is passed on; nothing that was typed becomes control, and what was a prompt stays the next one's
 beginning."""
 
 from __future__ import annotations

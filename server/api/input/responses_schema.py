@@ -28,7 +28,7 @@ from server.api.input.schema import (
 
 MAX_TOOLS = 1024
 LABEL = "comes back with the answer and can't change it"
-HOSTED = frozenset({  # items that tell of tools on OpenAI's servers, or of clients' tools that those know
+HOSTED = frozenset({  # items of tools on OpenAI's servers, or of clients' tools that those know
     "additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction",
     "computer_call", "computer_call_output", "file_search_call", "image_generation_call", "local_shell_call",
     "local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools",

@@ -131,7 +131,7 @@ def _pairs_as_object(value: Any) -> Any:
 
 
 def _first_wrong_weight(value: Any) -> Any:
-    """A bias, or the first member of it that is none: pydantic would tell of all of them, and take memory for each."""
+    """A bias, or the first member of it that is none: pydantic would report all of them, and take memory for each."""
     members: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         members = value.items()
@@ -392,7 +392,7 @@ class StructuredOutputs(Wire):
 
 
 class StreamOptions(Wire):
-    """What a stream tells besides its text."""
+    """What a stream says besides its text."""
 
     include_usage: bool | None = Field(None, description="one last chunk carries the usage", examples=[True])
     continuous_usage_stats: bool | None = Field(
@@ -603,7 +603,7 @@ class ChatRequest(GenerationRequest):
     reasoning_format: Annotated[Any, UnofferedField(("auto", "deepseek"), "reasoning always comes apart")] = None
     separate_reasoning: Annotated[Any, UnofferedField((True,), "reasoning always comes apart")] = None
     verbose: bool | None = Field(
-        None, description="the answer tells its prompt's text as `__verbose.prompt`, as llama.cpp's does"
+        None, description="the answer has its prompt's text as `__verbose.prompt`, as llama.cpp's does"
     )
     modalities: Many[str] | None = Field(None, description="only `text`", examples=[["text"]])
     audio: Annotated[Any, AUDIO] = None

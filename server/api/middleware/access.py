@@ -29,8 +29,8 @@ log = logging.getLogger("marathon.api")
 KEY = "marathon.record"
 # In a request's scope, between its connection and who answers it:
 ABORT = "marathon.abort"  # cuts the connection
-UNSENT = "marathon.unsent"  # tells how many bytes of answers the client's machine hasn't taken
-FAULT = "marathon.fault"  # the error that tells why the request can't become whole, once it is known
+UNSENT = "marathon.unsent"  # says how many bytes of answers the client's machine hasn't taken
+FAULT = "marathon.fault"  # the error that says why the request can't become whole, once it is known
 FILLER = "marathon.filler"  # what may stand between two parts of the answer and means nothing; put there by the answer
 QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})
 _ID = re.compile(r"[\x21-\x7e]{1,128}")

@@ -1,6 +1,6 @@
 """Whether a client is still there, and how far it has read.
 
-Owns what TCP tells about one connection's other end. Runs on the event loop. Never decides what follows from it, but
+Owns what TCP knows about one connection's other end. Runs on the event loop. Never decides what follows from it, but
 for a connection that turns out to be lost, which it aborts.
 
 A client that shuts down its sending side looks like one that has left: both send a FIN. They differ in what comes back
@@ -37,7 +37,7 @@ class Presence:
 
     # ---------------------------------------------------------------- how far it has read
     def unsent(self) -> int:
-        """Bytes of answers that the client's machine hasn't acknowledged, as far as the system tells."""
+        """Bytes of answers that the client's machine hasn't acknowledged, as far as the system knows."""
         if self._transport.is_closing():
             return 0
         return self._transport.get_write_buffer_size() + in_kernel(self._transport.get_extra_info("socket").fileno())
@@ -53,7 +53,7 @@ class Presence:
         """Finds out within moments, and from then on ever more rarely, whether a client that sends no more is there."""
         if self._transport.is_closing():
             return
-        if not self._transport.get_write_buffer_size():  # else what is still to be sent will tell
+        if not self._transport.get_write_buffer_size():  # else what is still to be sent will show it
             self._probe()
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self.watch)
         self._seconds = min(2 * self._seconds, LAST_PROBE_SECONDS)

@@ -69,7 +69,7 @@ class Choice:
         return pieces
 
     def _reason(self, finish: str | None) -> str | None:
-        """Tell a client why the answer ended; a stop string counts as the model's own end, and calls go before it."""
+        """Say to a client why the answer ended; a stop string counts as the model's own end, and calls go before it."""
         stopped = self.text.stopped or finish == "stop"
         if not stopped:
             return finish

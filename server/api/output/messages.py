@@ -46,7 +46,7 @@ class MessagesForm:
 
     # ---------------------------------------------------------------- a stream
     def first(self, choices: list[Choice]) -> bytes:
-        """Which part of the prompt was known isn't known yet; the end tells it."""
+        """Which part of the prompt was known isn't known yet; the end says it."""
         usage = usage_of(len(choices[0].sequence.prompt), 0, 0)
         begun = {**self._head, "content": [], **_STILL_OPEN, "usage": usage}
         return _event({"type": "message_start", "message": begun})

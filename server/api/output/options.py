@@ -1,4 +1,4 @@
-"""What an answer tells besides its text.
+"""What an answer says besides its text.
 
 Owns the fields that a request switches on: usage in every chunk, token ids, log probabilities of the prompt. Runs on
 the event loop; pure.
@@ -25,7 +25,7 @@ class Extras:
         top_logprobs: alternatives of each token of the answer, or None: no log probabilities.
         prompt_logprobs: the same of the prompt's tokens.
         timings: how long prompt and answer have taken.
-        usage: the last event of a stream tells the usage; `each_usage`: each chunk does.
+        usage: the last event of a stream has the usage; `each_usage`: each chunk does.
     """
 
     top_logprobs: int | None = None

@@ -28,7 +28,7 @@ from server.errors import InternalError, RequestError
 from server.ipc.sequence import TokenSequence
 from server.text.detokenizer import Piece, TextState
 
-MOST_NAMES = 1000  # of unknown fields that another process tells of
+MOST_NAMES = 1000  # of unknown fields that another process reports
 MOST_CHARACTERS = 200  # of such a name
 SCORED_AT_ONCE = 100  # tokens whose log probabilities are written on the event loop, in some milliseconds
 CLIENT_LEFT = 499  # for the log; no client reads it
@@ -43,7 +43,7 @@ class ProtocolFormat(Protocol):
         """Events before there is any news."""
 
     def chunks(self, choice: Choice, pieces: list[Piece]) -> bytes:
-        """Events that tell the new pieces of one choice, and its end where `choice.finish` says so."""
+        """Return events of the new pieces of one choice, and its end where `choice.finish` says so."""
 
     def alive(self, comment: bytes) -> bytes:
         """A sign of life for a stream on which nothing has been shown for a while: the comment, and what the

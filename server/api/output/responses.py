@@ -105,7 +105,7 @@ class ResponsesForm:
         return self.broken(error_of(error), choices, usage)
 
     def broken(self, error: dict[str, Any], choices: list[Choice], usage: dict[str, Any]) -> bytes:
-        """The end of an answer that failed; `error` as the response object tells it."""
+        """The end of an answer that failed; `error` as the response object has it."""
         data = self.interrupted()
         return data + self._end(self._response(choices, "failed", usage) | {"error": error})
 
@@ -235,7 +235,7 @@ class ResponsesForm:
 
 
 def error_of(error: RequestError) -> dict[str, Any]:
-    """An error as the response object tells it."""
+    """Return an error as the response object has it."""
     code = next((code for kind, code in _CODES if isinstance(error, kind)), "server_error")
     return {"code": code, "message": error.message}
 

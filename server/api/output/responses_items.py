@@ -1,6 +1,6 @@
 """The items of a response while they form.
 
-Owns what each kind of item looks like, and which events tell of its beginning, its parts and its end. Runs on the event
+Owns what each kind of item looks like, and which events announce its beginning, parts and end. Runs on the event
 loop; one item is open at a time, owned by the `ResponsesForm` that numbers its events. Never encodes.
 """
 
@@ -54,7 +54,7 @@ class TextItem(OutputItem):
         raise NotImplementedError
 
     def more(self) -> Members:
-        """Further members of the events that tell the text."""
+        """Return further members of the events that carry the text."""
         return {}
 
     def begin(self) -> Iterator[Event]:

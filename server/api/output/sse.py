@@ -120,7 +120,7 @@ class EventReader:
     """
 
     def __init__(self, limit: asyncio.Timeout, patience: float, unsent: Callable[[], int]) -> None:
-        """`unsent` tells how many bytes its machine hasn't acknowledged."""
+        """`unsent` returns how many bytes its machine hasn't acknowledged."""
         self.progress = math.inf
         self.is_slow = False
         self._limit = limit

@@ -36,7 +36,7 @@ class AnswerRun:
         record: as the journal had it at first.
         log: the events so far; empty until the run has begun.
         transcripts: None for an answer of an earlier server, as long as it isn't taken up.
-        status: as the API tells it.
+        status: as the API names it.
         answer: the final object.
         error: why it failed.
         ended: set once it is known how it ended and the journal knows, too, or once the server's end interrupts it.

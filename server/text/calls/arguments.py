@@ -35,7 +35,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
     "array": (list,), "object": (dict,),
 }  # fmt: skip
-# What tells the type where a schema doesn't name it.
+# Keywords that imply the type where a schema doesn't name it.
 _IMPLIED = {
     "properties": "object", "additionalProperties": "object", "patternProperties": "object",
     "items": "array", "prefixItems": "array", "minItems": "array", "maxItems": "array", "uniqueItems": "array",

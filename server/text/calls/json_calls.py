@@ -1,6 +1,6 @@
 """Calls that are JSON objects.
 
-Owns the reading of complete objects, in whatever order their members come. Calls in the usual order are told earlier,
+Owns the reading of complete objects, in whatever order their members come. Calls in the usual order come earlier,
 while they form (`tool_calls`). Runs on the event loop; pure. Never changes what JSON says: it has types of its
 own.
 """

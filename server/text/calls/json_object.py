@@ -4,7 +4,7 @@ Owns where the object ends, and the mending of what models get wrong in it altho
 break or another control character in a string, a backslash that escapes nothing, Python's words, a comma before a
 bracket, a name without quotation marks. `NaN`, `Infinity` and other words that JSON doesn't have become text, as what
 can't be read does in every format. Runs on the event loop; mutable, one for a call. Hands out each piece at once, but
-for a word, a number, a comma or an escape whose meaning the next character tells.
+for a word, a number, a comma or an escape whose meaning depends on the next character.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class JsonObject:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._held = ""  # what the next characters tell the meaning of
+        self._held = ""  # what needs the next characters to be understood
         self.in_string = False
         self.complete = False
 

@@ -18,7 +18,7 @@ class Markup:
 
     Attributes:
         call: what opens a call; `name` is in it.
-        key: what opens a value; `key` is in it, and `type` where the format tells types.
+        key: what opens a value; `key` is in it, and `type` where the format has types.
         close: what closes a value.
         end: what closes a call; None: it ends where no further key follows.
         body: all arguments as one JSON object `body`, where the format knows that.

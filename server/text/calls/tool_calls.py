@@ -19,7 +19,7 @@ from server.text.calls.json_object import JsonObject
 from server.text.tokenizer import ToolFormat
 
 _MOST_LOOKS = 100  # at a block's text for the meaning of a closing tag; each reads all of it
-_LONGEST_HEAD = 512  # characters in which a call must have told its name, or it is read as a whole
+_LONGEST_HEAD = 512  # characters in which a call must have named its function, or it is read as a whole
 
 _NAME = r'"name"\s*:\s*"(?P<quoted>(?:[^"\\]|\\.)+)"'
 _OBJECT = rf'\{{\s*{_NAME}\s*,\s*"(?:arguments|parameters)"\s*:\s*'
@@ -62,7 +62,7 @@ class Block:
     """The text between one pair of tool tags; mutable, owned by one answer.
 
     `opening` is the tag before it, `first` the index of its first call. Attributes:
-        calls: how many calls it has told so far.
+        calls: how many calls it has emitted so far.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Block:
         self._opening = opening
         self._untagged = opening == call_formats.UNTAGGED.get(form.name)
         self._parts: list[str] = []  # all text since the last call's arguments, or the block's beginning
-        self._tail = ""  # the same, as long as a call may be told early
+        self._tail = ""  # the same, as long as a call may be emitted early
         self._object: JsonObject | None = None  # the arguments that are being read
         self._looks = 0
         self.calls = 0
@@ -111,7 +111,7 @@ class Block:
 
     @property
     def _text(self) -> str:
-        """What no call was told of."""
+        """The text that belongs to no call."""
         if self._untagged:
             return self.whole_text
         return "".join(self._parts)
@@ -134,7 +134,7 @@ class Block:
         self._tail += text
         match = self._head.match(self._tail)
         if match is None:
-            if len(self._tail) > _LONGEST_HEAD:  # a call, but not one that can be told early; or no more calls
+            if len(self._tail) > _LONGEST_HEAD:  # a call, but not one that can be emitted early; or no more calls
                 self._head = None
                 self._tail = ""
             return ""

@@ -210,7 +210,7 @@ def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str
 
 def _probe(attempt: Callable[[Form, list[Message]], str], form: Form, said: list[Message], tail: str) -> str:
     """The same prompt with something else in place of its `tail`, so that what differs is where that stands; "" if it
-    can't be told so."""
+    can't be recognized so."""
     last = said[-1]
     content = said[-1]["content"]
     text = content

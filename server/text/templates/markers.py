@@ -1,8 +1,8 @@
 """Which of a tokenizer's added tokens are control in a chat, whatever their flags say.
 
-Owns that choice: what the chat template writes, and the tags that structure an answer. The flag `special` alone doesn't
-tell: some models' role markers lack it. Other added tokens, such as names of HTML elements, are text. Runs once, while
-a tokenizer is loaded. Never encodes.
+Owns that choice: what the chat template writes, and the tags that structure an answer. The flag `special` isn't
+enough: some models' role markers lack it. Other added tokens, such as names of HTML elements, are text. Runs once,
+while a tokenizer is loaded. Never encodes.
 """
 
 from __future__ import annotations

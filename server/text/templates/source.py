@@ -16,7 +16,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 def variables(source: str | None) -> frozenset[str]:
-    """What a template reads from outside; nothing when it doesn't parse (rendering will tell)."""
+    """Return what a template reads from outside; nothing when it doesn't parse, which rendering will report."""
     tree = _tree(source or "")
     if tree is None:
         return frozenset()

@@ -1,6 +1,6 @@
 """The fewest tokens that a text can have.
 
-Owns a bound that is true or absent: the bytes of a text, by those of the longest token. It tells without encoding that
+Owns a bound that is true or absent: the bytes of a text, by those of the longest token. It shows without encoding that
 a text can't fit. Runs on whichever thread or process encodes; never encodes itself.
 
 The bound holds where every byte of a text is part of some token. What may drop some of them (a normalizer that

@@ -4,7 +4,8 @@ Owns the table that turns ids into the bytes they stand for, filled as ids come 
 Runs in the server process, on any thread (an entry is computed the same by whichever comes first). Never decodes a
 sequence as a whole, and never touches MLX.
 
-Three kinds of tokenizer are told apart by trying: a rule is right when it reproduces what the tokenizer itself decodes.
+There are three kinds of tokenizer, and trials find out which one it is: the rule that reproduces what the tokenizer
+itself decodes is right.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ async def test_what_another_model_began_has_failed_and_says_which_is_wanted(
         made = await ended(site, id)
         assert (made["status"], made["error"]["code"]) == ("failed", "server_error")
         assert f"begun by the model '{MODEL}'" in made["error"]["message"]
-        assert (await get(site, done))["status"] == "incomplete", "what has ended is still told"
+        assert (await get(site, done))["status"] == "incomplete", "what has ended is still shown"
         replay = await site.client.get(f"{PATH}/{id}", params={"stream": "true"})
         assert (replay.status_code, replay.json()["error"]["code"]) == (409, "another_model")
 

@@ -67,7 +67,7 @@ async def test_events_are_the_same_bytes_live_and_replayed(tmp_path: Path, kind:
 
 
 async def assert_replayed(site: Site, **fields: Any) -> dict[str, Any]:
-    """The object that a stream ended with, once all its events have been told again."""
+    """The object that a stream ended with, once all its events have been replayed."""
     body = {"model": MODEL, "input": "Say hello.", "stream": True} | fields
     live = without_signs((await site.post(PATH, body)).text)
     made = named_events(live)
@@ -75,7 +75,7 @@ async def assert_replayed(site: Site, **fields: Any) -> dict[str, Any]:
     assert without_signs(await events_text(site, id)) == live
     assert numbers(live) == list(range(len(made)))
     last: dict[str, Any] = made[-1]["response"]
-    assert last == await get(site, id), "the object is what the last event told"
+    assert last == await get(site, id), "the object is what the last event said"
     assert ResponseObject.model_validate(last).store is True
     middle = len(made) // 2
     assert numbers(await events_text(site, id, middle)) == list(range(middle + 1, len(made)))
@@ -150,7 +150,7 @@ async def test_readers_are_counted_while_they_read(tmp_path: Path) -> None:
 async def test_readers_of_any_speed_and_none_are_the_same_to_the_answer(tmp_path: Path) -> None:
     async with keeping(tmp_path, slow()) as site:
         id = (await create(site, stream=False))["id"]
-        assert (await ended(site, id))["status"] == "completed", "nobody reads"
+        assert (await ended(site, id))["status"] == "completed", "without a reader"
         [created] = await first_events(site, {"input": "x", "background": True}, 1)
         id = created["response"]["id"]
         async with site.client.stream("GET", f"{PATH}/{id}", params={"stream": "true"}) as idle:
