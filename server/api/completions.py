@@ -193,7 +193,7 @@ class CompletionForm(DataEvents):
         )
 
     def _rest(self, choice: Choice, begins: bool) -> bytes:
-        """The end of a chunk that tells more than its text; the first one tells of the prompt."""
+        """Return the end of a chunk that has more than its text; the first one has the prompt."""
         inside = self.extras.ids(choice)
         if begins:
             inside = self.extras.prompt_ids(choice) | inside

@@ -121,7 +121,7 @@ def refused(constant: str) -> None:
 def test_what_json_has_no_word_for_is_text_in_a_call(text: str, stand_in: str) -> None:
     block = f"<tool_call>\n{text % stand_in}\n</tool_call>"
     for parts in ([block], list(block)):
-        [call] = told("json_tools", parts).calls
+        [call] = read_answer("json_tools", parts).calls
         assert json.loads(call.arguments, parse_constant=refused) == {"x": [stand_in, 1.0]}
 
 
@@ -129,7 +129,7 @@ def test_a_number_beyond_all_doubles_loses_no_call() -> None:
     for text in ('{"name": "f", "arguments": {"x": 1e400}}', '{"arguments": {"x": 1e400}, "name": "f"}'):
         block = f"<tool_call>\n{text}\n</tool_call>"
         for parts in ([block], list(block)):
-            [call] = told("json_tools", parts).calls
+            [call] = read_answer("json_tools", parts).calls
             assert json.loads(call.arguments, parse_constant=refused, parse_float=str)["x"] == "1e400"
 
 

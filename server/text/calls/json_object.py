@@ -39,8 +39,8 @@ class JsonObject:
     def mended(cls, text: str) -> str:
         """What is whole already; what follows the object stays as it is."""
         made = cls()
-        told, taken = made.read(text)
-        return told + made.rest() + text[taken:]
+        ready, taken = made.read(text)
+        return ready + made.rest() + text[taken:]
 
     def read(self, text: str) -> tuple[str, int]:
         """What to hand out, and how much of `text` belongs to the object."""
