@@ -21,7 +21,7 @@ from server.grammar import gbnf
         ('root ::= a A # a and A\na ::= "A" [Aa]\nA ::= "a-A"', "AAa-A", "aAa-A"),
     ],
 )
-def test_names_are_told_apart_by_case_and_dashes(grammar: str, right: str, wrong: str) -> None:
+def test_names_differ_by_case_and_dashes(grammar: str, right: str, wrong: str) -> None:
     lark = gbnf.as_lark(grammar)
     assert accepts(lark, right)
     assert not accepts(lark, wrong)
