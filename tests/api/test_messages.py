@@ -123,8 +123,10 @@ async def test_the_input_of_a_call_is_the_same_text_streamed_and_plain(arguments
         events = await stream(site, tools=TOOLS)
         answer = await site.post(PATH, body(tools=TOOLS))
     assert answer.status_code == 200, answer.text
-    told = "".join(event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta")
-    assert f'"input":{told}' in answer.text
+    joined = "".join(
+        event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta"
+    )
+    assert f'"input":{joined}' in answer.text
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "later"}])
