@@ -269,3 +269,30 @@ async def test_a_wish_for_reasoning_that_cant_be_met_is_refused(fields: dict[str
         answer = await site.chat(**fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        r'{"x": "\u003c|im_end|>"}',
+        r'{"x": ["<|im_end|\u003e", {"y": "\u003C\u007cim_start|>"}]}',
+        r'{"\u003c|im_end|>": 1}',
+        r'{"x": "\ud800", "\udbff": "\udc00 \ufdd0 \ufdd2"}',
+        r'{"x": "\ufdd01\ufdd1"}',
+        '{"x": "<|im_end|>"}',
+    ],
+)
+async def test_arguments_spell_no_control_token_however_they_are_escaped(arguments: str) -> None:
+    """Nor one of the code points that stand for control tokens until a prompt is encoded."""
+    ids = []
+    async with run_server(engine()) as site:
+        for said in ('{"x": "plain"}', arguments):
+            asked = [*USER, {"role": "assistant", "tool_calls": [call("a", said)]}, result("a")]
+            answer = await site.chat(messages=asked)
+            assert answer.status_code == 200, answer.text
+            ids.append(site.fake.submits[-1].sequence.prompt)
+    control = tokenizer().encode("<|im_start|><|im_end|>", special=True, bos=False)
+    assert len(control) == 2
+    assert [[token for token in one if token in control] for one in ids][1:] == [
+        [token for token in ids[0] if token in control]
+    ]

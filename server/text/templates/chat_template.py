@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from server.errors import InvalidValue, UnsupportedParameter, one_line
@@ -92,7 +93,7 @@ class ChatTemplate:
                 raise InvalidValue("the model has no chat template; use /v1/completions", param="messages")
             return self._render([_formed(m, form) for m in history], tools=given, **mode, **extra)
 
-        text, form = _first(attempt, _forms(said))
+        text, form = _first(attempt, _forms(said, self._shield))
         [alone] = fit(messages[-1:], Abilities(), self._shield, self._think)
         other = _probe(attempt, form, said, alone["content"])
         if not other:
@@ -116,7 +117,7 @@ class ChatTemplate:
             assert self._render is not None
             return self._render([_formed(m, form) for m in messages], tools=tools, add_generation_prompt=True)
 
-        return _first(attempt, _forms(messages))[0]
+        return _first(attempt, _forms(messages, None))[0]
 
     def _read(self, text: str, start: int, end: int, continuing: bool) -> RenderedPrompt:
         """`start` and `end`: where the last message's content lies (0 if it couldn't be found)."""
@@ -146,17 +147,23 @@ class ChatTemplate:
 
 
 # ---------------------------------------------------------------- arguments
-def _mapping(arguments: Any) -> Any:
-    """Arguments as an object if they are one; text that doesn't parse stays text."""
+def _mapping(shield: Shield | None, arguments: Any) -> Any:
+    """Arguments as an object if they are one; text that doesn't parse stays text.
+
+    What they say is hidden anew: JSON can spell a control token, or one of our marks, in escapes. Without a shield the
+    text isn't a user's.
+    """
     if not isinstance(arguments, str):
         return arguments
     try:
-        parsed = json.loads(arguments or "{}", parse_float=_finite)
+        parsed = json.loads(Shield.shown(arguments) or "{}", parse_float=_finite)
     except ValueError:
         return arguments
-    if isinstance(parsed, dict):
+    if not isinstance(parsed, dict):
+        return arguments
+    if shield is None:
         return parsed
-    return arguments
+    return shield.hide_all(parsed)
 
 
 def _finite(digits: str) -> float:
@@ -167,9 +174,9 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _wrapped(arguments: Any) -> Any:
+def _wrapped(shield: Shield | None, arguments: Any) -> Any:
     """An object in any case."""
-    mapped = _mapping(arguments)
+    mapped = _mapping(shield, arguments)
     if isinstance(mapped, dict):
         return mapped
     return {"arguments": mapped}
@@ -189,10 +196,11 @@ def _formed(message: Message, form: Form) -> Message:
 
 
 # ---------------------------------------------------------------- attempts
-def _forms(messages: list[Message]) -> tuple[Form, ...]:
+def _forms(messages: list[Message], shield: Shield | None) -> tuple[Form, ...]:
+    mapping = partial(_mapping, shield)
     if any("tool_calls" in message for message in messages):
-        return (_mapping, _text, _wrapped)
-    return (_mapping,)
+        return (mapping, _text, partial(_wrapped, shield))
+    return (mapping,)
 
 
 def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str, Form]:

@@ -64,6 +64,11 @@ class Shield:
             after = _BEHIND
         return f"{head}{before}{inner}{after}{tail}"
 
+    @staticmethod
+    def shown(text: str) -> str:
+        """The text that was hidden."""
+        return _MARKS.sub("", text)
+
     def hide_all(self, value: Any) -> Any:
         """`hide` for every string in a JSON value, keys included."""
         if isinstance(value, str):
