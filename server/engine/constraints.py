@@ -29,7 +29,7 @@ from server.ipc.sequence import MAX_GRAMMAR_SIZE, MAX_GRAMMAR_WIDTH, TokenSequen
 LIMITS = LLParserLimits(
     max_grammar_size=MAX_GRAMMAR_SIZE,
     max_items_in_row=2 * MAX_GRAMMAR_WIDTH,
-    step_max_items=200 * MAX_GRAMMAR_WIDTH,
+    step_max_items=50 * MAX_GRAMMAR_WIDTH,
     verbose_errors=False,
 )
 
