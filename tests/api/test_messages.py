@@ -225,9 +225,10 @@ async def test_a_prompt_that_is_too_long_is_named_by_the_words_that_agents_know(
 
 
 async def test_a_full_queue_and_a_server_without_engine_ask_to_come_back() -> None:
-    fake = engine(starts=["load_failed"])
-    async with run_server(fake, ready=False) as site:
-        await site.until(lambda: site.served.supervisor.down_reason != "the engine is starting")
+    fake = engine(starts=["ok", *["load_failed"] * 9])
+    async with run_server(fake, outage_seconds=0.0) as site:
+        fake.die()
+        await site.until(lambda: bool(site.served.supervisor.down_reason))
         check_refusal(await site.post(PATH, body()), 503, "overloaded_error")
     async with run_server(engine(prefill_seconds=5), max_rows=1, queue_limit=0) as site:
         async with site.client.stream("POST", PATH, json=body(stream=True)):
