@@ -340,10 +340,14 @@ class Guard:
 
     def census(self, *groups: Iterable[object]) -> list[Finding]:
         """Call once an iteration, directly after its steps were submitted, with the caches of every group."""
+        if self.is_due():
+            return self.take_census(*groups)
+        return []
+
+    def is_due(self) -> bool:
+        """Count an iteration; whether a census is due behind it."""
         self._steps += 1
-        if self._steps % self._every:
-            return []
-        return self.take_census(*groups)
+        return self._steps % self._every == 0
 
     def take_census(self, *groups: Iterable[object]) -> list[Finding]:
         """Count what is pending now, log what is new, and evaluate it if the guard is on."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 KEPT = 15  # durations a shape
+FRESH = 5  # of them between two looks at their median, once all are there: a step asks for it each time
 
 
 class Durations:
@@ -20,25 +21,43 @@ class Durations:
     def __init__(self) -> None:
         self.usual = 0.0
         self.is_first = False  # the shape entered last has never been run
-        self._entered = self._kind = ""
-        self._known: dict[str, deque[float]] = {}  # by shape, and by kind
+        self._entered: tuple[ShapeDurations, ShapeDurations] | None = None
+        self._known: dict[tuple[str, int], ShapeDurations] = {}
+        self._kinds: dict[str, ShapeDurations] = {}
 
     def enter(self, kind: str, size: int) -> None:
         """A chunk or a step begins."""
-        self._kind = kind
-        self._entered = f"{kind} {size}"
-        self.is_first = self._entered not in self._known
-        self.usual = _median(self._known.get(self._entered) or self._known.get(kind))
+        own = self._known.get((kind, size))
+        if own is None:
+            own = self._known[kind, size] = ShapeDurations()
+        alike = self._kinds.get(kind)
+        if alike is None:
+            alike = self._kinds[kind] = ShapeDurations()
+        self._entered = own, alike
+        self.is_first = not own.seconds
+        self.usual = own.usual
+        if self.is_first:
+            self.usual = alike.usual
 
     def leave(self, seconds: float) -> None:
         """What was entered last is done."""
         self.is_first = False
-        for name in (self._entered, self._kind):
-            self._known.setdefault(name, deque(maxlen=KEPT)).append(seconds)
+        for durations in self._entered or ():
+            durations.add(seconds)
 
 
-def _median(seconds: deque[float] | None) -> float:
-    """The lower one of two: the first run of a shape often was the slow one."""
-    if seconds:
-        return sorted(seconds)[(len(seconds) - 1) // 2]
-    return 0.0
+class ShapeDurations:
+    """The newest durations of one shape, or of all of a kind. `usual` is their median, of two the lower one: the first
+    run of a shape often was the slow one."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=KEPT)
+        self.usual = 0.0
+        self._fresh = 0  # added since the median was taken
+
+    def add(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self._fresh += 1
+        if len(self.seconds) < KEPT or self._fresh >= FRESH:
+            self._fresh = 0
+            self.usual = sorted(self.seconds)[(len(self.seconds) - 1) // 2]

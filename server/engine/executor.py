@@ -235,8 +235,12 @@ class Executor:
     def _evict_prefixes(self, operation: EvictPrefixes) -> int:
         return self._prefix.evict("guard", operation.bytes, operation.buffers)
 
+    def is_census_due(self) -> bool:
+        """Count an iteration that has stepped; whether a census is due behind it."""
+        return self._guard.is_due()
+
     def _census(self, operation: Census) -> None:
-        self._guard.census(*(batch.caches for batch in self.batches.values()))
+        self._guard.take_census(*(batch.caches for batch in self.batches.values()))
 
     def _clear_pool(self, operation: ClearPool) -> None:
         mx.clear_cache()

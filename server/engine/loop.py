@@ -321,7 +321,7 @@ class Loop:
             result = self.runner.run(Step(batch, self._checkpoints.newest(batch)))
             self._groups.note(batch, result.seconds)
             drawn.append(result.outcome)
-        if drawn:
+        if drawn and self.runner.executor.is_census_due():
             self.runner.run(Census())
 
     def _publish_first_tokens(self, joined: list[Row]) -> None:

@@ -126,7 +126,7 @@ class EvictPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Look for arrays behind the caches that are still pending, if one is due."""
+    """Look for arrays behind the caches that are still pending."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,8 @@ class Residency:
         self._settled_steps = self._last_steps = -1
         self._growth = 0  # bytes that the next step takes
         self._floor: dict[str, float] = {}  # by resource: what is held before any row comes
+        self._urgent = 0.0  # active bytes from which on nothing waits for a reading's turn
+        self._note_urgent()
         snapshot.memory_limit_bytes = self.memory_limit
         snapshot.pool_limit_bytes = pool_limit()
 
@@ -172,15 +174,16 @@ class Residency:
         """Call once the model is loaded: what is held now is held for as long as this engine lives."""
         self._read_settled()
         self._floor = {BYTES: self._snapshot.active_bytes, BUFFERS: self._snapshot.live_settled or 0}
+        self._note_urgent()
 
     @property
     def room(self) -> int:
         """Bytes that may still be taken before others have to give theirs back."""
         return max(0, int(self._urgent) - mx.get_active_memory())
 
-    @property
-    def _urgent(self) -> float:
-        return self.pressure.urgent_bytes(self.memory_limit, self._floor.get(BYTES, 0))
+    def _note_urgent(self) -> None:
+        """Judging a reading may change it, nothing else does, and each step asks."""
+        self._urgent = self.pressure.urgent_bytes(self.memory_limit, self._floor.get(BYTES, 0))
 
     def tick(self, holdings: Holdings) -> list[PressureAction]:
         """Take a reading if one is due, and return the actions that follow from it.
@@ -190,12 +193,10 @@ class Residency:
         """
         now = self._clock()
         active = mx.get_active_memory()
-        urgent = self._urgent
-        if active >= NEAR * urgent:
+        self._growth = 0
+        if active >= NEAR * self._urgent:
             self._growth = holdings.growth()
-        else:
-            self._growth = 0
-        if now < self._due and active + self._growth < urgent:
+        if now < self._due and active + self._growth < self._urgent:
             return []
         self._due = now + PERIOD_SECONDS
         self._read(holdings.kv_bytes(), now)
@@ -303,6 +304,7 @@ class Residency:
             if act.name != Verb.RECLAIM:  # its three parts are recorded as they are done
                 self._record(act.name, act.reading, act.threshold)
         self._publish_level()
+        self._note_urgent()
         return acts
 
     def _readings(self, fresh: bool) -> list[PressureReading]:

@@ -105,6 +105,9 @@ class Scripted:
         self._make, self._fails, self._reads = make, list(fails), reads
         self.rows, self.batches, self.plan, self.kept = {}, {}, [], []
 
+    def is_census_due(self):
+        return True
+
     def run(self, operation):
         """Its outcome."""
         self.plan.append(operation)
