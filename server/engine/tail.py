@@ -22,7 +22,7 @@ from server.kv_store.files.tail_log import RowBase, RowSpan
 from server.kv_store.layout import Layout
 from server.kv_store.newest import forms, has_newest, newest, on_host
 from server.kv_store.opening import Tier
-from server.kv_store.tail_log import TailRecord
+from server.kv_store.tail_writer import TailRecord
 
 MOST = 64  # positions that one record has of each row
 FIRST = 2  # tokens after which a row is logged: an answer of one token is never resumed

@@ -27,7 +27,7 @@ from server.kv_store.layout import Layout
 from server.kv_store.paces import Paces
 from server.kv_store.reader import KVReader
 from server.kv_store.store import Disk, Store
-from server.kv_store.tail_log import TailLog
+from server.kv_store.tail_writer import TailWriter
 from server.kv_store.tail_recovery import recover
 from server.kv_store.writer import Allowance, KVWriter
 from server.model_files.fingerprint import cache_fingerprint
@@ -62,7 +62,7 @@ class Tier:
     keeper: Keeper
     reader: KVReader
     writer: KVWriter
-    tail: TailLog
+    tail: TailWriter
     layout: Layout
     paces: Paces
 
@@ -157,7 +157,7 @@ class Opening:
         paces = Paces(own / folder.PACES)
         allowance = Allowance(place.hourly)
         writer = KVWriter(store, allowance, after=paces.save)
-        tail = TailLog(store, own, allowance)
+        tail = TailWriter(store, own, allowance)
         return Tier(store, Keeper(store, writer, layout), KVReader(store, layout, paces), writer, tail, layout, paces)
 
 

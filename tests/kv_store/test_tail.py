@@ -16,7 +16,7 @@ from server.kv_store.files import tail_log
 from server.kv_store.files.keys import BLOCK, KeyChain
 from server.kv_store.newest import has_newest
 from server.kv_store.store import Disk
-from server.kv_store.tail_log import TailLog
+from server.kv_store.tail_writer import TailWriter
 from server.kv_store.tail_recovery import recover
 from server.kv_store.writer import Allowance
 
@@ -26,7 +26,7 @@ class Logging:
 
     def __init__(self, disk, folder, rig, *rows, hourly=AMPLE):
         self.folder = folder
-        self.log = TailLog(disk.store, folder, Allowance(hourly))
+        self.log = TailWriter(disk.store, folder, Allowance(hourly))
         self.tier = SimpleNamespace(tail=self.log, store=disk.store, layout=disk.layout)
         self.batch = rig.batch()
         rig.join(self.batch, *rig.read(*rows))
@@ -212,7 +212,7 @@ def test_no_more_is_logged_than_may_be_written_in_an_hour(tmp_path):
 
 
 def test_segments_go_once_no_row_needs_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.kv_store.tail_log.SEGMENT_BYTES", 20_000)
+    monkeypatch.setattr("server.kv_store.tail_writer.SEGMENT_BYTES", 20_000)
     rig = Rig("llama")
     one, other = row(1, prompt(20), max_tokens=300), row(2, prompt(30), max_tokens=300)
     with kept(rig.raw, tmp_path) as disk:

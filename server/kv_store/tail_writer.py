@@ -47,7 +47,7 @@ class _Segment:
     rows: set[int] = field(default_factory=set)  # that have positions in it which no piece holds
 
 
-class TailLog:
+class TailWriter:
     """Owned by the engine's main thread."""
 
     def __init__(self, store: Store, folder: Path, allowance: Allowance) -> None:
