@@ -33,6 +33,15 @@ def _overwrite(path: Path, content: bytes) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+def damage_the_log(home: Path, rng: random.Random) -> None:
+    """Of the newest positions, which a live engine appends to."""
+    for path in sorted(home.glob(f"*/{kept.TAIL}")):
+        content = bytearray(path.read_bytes())
+        if content:
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            _overwrite(path, bytes(content[: rng.randint(1, len(content))]))
+
+
 def flip_a_bit(home: Path, rng: random.Random) -> None:
     path = _any(home, rng)
     content = bytearray(path.read_bytes())
@@ -132,6 +141,7 @@ def leave_rubbish(home: Path, rng: random.Random) -> None:
 ACTS: dict[str, Callable[[Path, random.Random], None]] = {
     act.__name__: act
     for act in (
+        damage_the_log,
         flip_a_bit,
         flip_a_bit_in_every_file,
         overwrite_a_part,

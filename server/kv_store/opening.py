@@ -27,8 +27,8 @@ from server.kv_store.layout import Layout
 from server.kv_store.paces import Paces
 from server.kv_store.reader import KVReader
 from server.kv_store.store import Disk, Store
-from server.kv_store.tail_writer import TailWriter
 from server.kv_store.tail_recovery import recover
+from server.kv_store.tail_writer import TailWriter
 from server.kv_store.writer import Allowance, KVWriter
 from server.model_files.fingerprint import cache_fingerprint
 from server.model_files.trial_results import TrialResults

@@ -6,6 +6,7 @@ records have behind its last piece becomes one piece more, and the log goes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,12 +74,14 @@ def recover(store: Store, layout: Layout, folder: Path) -> int:
     """Write what the log has beyond the pieces, and remove it; returns the rows that are further now."""
     found = tail_log.segments(folder)
     written = 0
-    try:
-        written = sum(_write_first(store, layout, ways) for ways in _ways(store.root, found).values())
-    except (OSError, ValueError, IndexError, DamagedFile) as error:  # a record may be whole and say anything
-        log.warning("the newest positions that were logged are read by prefill instead: %s", one_line(error))
+    for ways in _ways(store.root, found).values():
+        try:
+            written += _write_first(store, layout, ways)
+        except (OSError, ValueError, TypeError, IndexError, DamagedFile) as error:  # whole, and yet it may say anything
+            log.warning("what was logged of a row is read by prefill instead: %s", one_line(error))
     for path in found:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
     return written
 
 
@@ -86,10 +89,11 @@ def _ways(root: bytes, segments: list[Path]) -> dict[int, list[_Way]]:
     """What was logged of each row, the newest first: one behind each piece that was written meanwhile."""
     ways: dict[int, list[_Way]] = {}
     for path in segments:
-        for described, data in tail_log.unpacked(path.read_bytes()):
-            if described.root == root:
-                for span in described.rows:
-                    _add(ways.setdefault(span.seq, []), _Link(span, described, data))
+        with contextlib.suppress(OSError):
+            for described, data in tail_log.unpacked(tail_log.read(path)):
+                if described.root == root:
+                    for span in described.rows:
+                        _add(ways.setdefault(span.seq, []), _Link(span, described, data))
     return ways
 
 

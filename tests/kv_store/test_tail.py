@@ -1,7 +1,9 @@
 """The newest positions of rows, logged with their steps: they come back bit for bit, and what is damaged never does."""
 
+import os
 import random
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -16,8 +18,8 @@ from server.kv_store.files import tail_log
 from server.kv_store.files.keys import BLOCK, KeyChain
 from server.kv_store.newest import has_newest
 from server.kv_store.store import Disk
-from server.kv_store.tail_writer import TailWriter
 from server.kv_store.tail_recovery import recover
+from server.kv_store.tail_writer import TailWriter
 from server.kv_store.writer import Allowance
 
 
@@ -181,6 +183,28 @@ def test_damaged_and_cut_logs_bring_less_and_nothing_wrong(tmp_path):
                     (alone,) = rig.read(row(9, tokens[: found[1] + 1], max_tokens=1))
                     assert np.allclose(next_logits(rig.raw, found[0]), next_logits(rig.raw, alone.caches), 1e-3, 1e-3)
     assert len(lengths) > 3, "cuts at different places bring different lengths"
+
+
+def _pipe(path):
+    os.mkfifo(path)
+
+
+def _huge(path):
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.parametrize("put", [Path.mkdir, _pipe, _huge, lambda path: path.symlink_to("/dev/zero")])
+def test_something_else_in_the_logs_place_holds_nothing_up(put, tmp_path):
+    rig = Rig("llama")
+    with logging(rig, tmp_path, row(1, prompt(20), max_tokens=99)) as live:
+        live.step(9)
+        live.crash()
+        held = list(live.batch.held_tokens(live.batch.rows[0]))
+    put(tail_log.segment(live.folder, 1))
+    with kept(rig.raw, tmp_path) as disk:
+        assert recover(disk.store, disk.layout, live.folder) == 1
+        assert disk.read([*held, 1])[1] >= len(held) - 2
 
 
 def test_another_models_log_is_left_alone(tmp_path):
