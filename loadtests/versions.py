@@ -1,7 +1,8 @@
-"""This checkout against an earlier one: `python -m loadtests.versions FOLDER [--rounds 5] [--streams 1 16 32]`.
+"""This checkout against an earlier one: `python -m loadtests.versions FOLDER [--starts 5] [--streams 1 16 32]`.
 
 Serves the same model from both checkouts (the earlier one with the packages in its `.venv` if it has one), measures
-output tok/s through HTTP in interleaved rounds, and holds the ratio to a bar. `git worktree add FOLDER COMMIT` makes
+output tok/s through HTTP in interleaved rounds, and holds the ratio to a bar. Two processes of the same program differ
+by some 5 %, by where their memory lies, so both are started anew several times. `git worktree add FOLDER COMMIT` makes
 the earlier checkout. Writes one CSV row a measurement and a table; its exit code is 0 when every bar is met. It never
 imports MLX.
 """
@@ -46,7 +47,8 @@ def rows_of(model: str, streams: Sequence[int]) -> list[Row]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("earlier", type=Path, metavar="FOLDER", help="the earlier checkout")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that warms up")
+    parser.add_argument("--starts", type=int, default=5, help="of both servers")
+    parser.add_argument("--rounds", type=int, default=2, help="of each start that count, after one that warms up")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 32], help="how many at once")
     parser.add_argument("--model", choices=RECIPES, default="cheap", help="made at first use")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "results", help="folder of the CSV and the table")
@@ -62,6 +64,7 @@ def main() -> int:
     end_on_sigterm()
     plan = Plan(
         rounds=arguments.rounds,
+        starts=arguments.starts,
         folder=arguments.out / "models",
         logs=arguments.out / "logs",
         targets=SUBJECTS,

@@ -71,6 +71,7 @@ class Plan:
     quick: bool = False
     seed: int = 0
     rows: int = 32  # sequences decoded together
+    starts: int = 1  # of all targets, each followed by all rounds: two processes of one program differ by some percent
     earlier: Path = ROOT  # the checkout that `earlier` is served from
     deadline: float = float("inf")  # monotonic; no round begins that wouldn't end before it
     notes: list[str] = field(default_factory=list)
@@ -93,16 +94,22 @@ class Stage:
         plan = self._plan
         wanted = [name for name in plan.targets if any(name in row.targets for row in self._rows)]
         folder = obtain(self._model, plan.folder)
-        with opened(folder, wanted, plan.logs, rows=plan.rows, earlier=plan.earlier) as targets:
-            began, longest = monotonic(), 0.0
-            for turn in range(plan.rounds + 1):
-                if turn > 1 and monotonic() + longest > plan.deadline:
-                    self._say(f"{self._model}: time for {turn - 1} of {plan.rounds} rounds only")
-                    break
-                self._round(turn, targets)
-                longest, began = max(longest, monotonic() - began), monotonic()
+        for _ in range(plan.starts):
+            self._memory.clear()
+            with opened(folder, wanted, plan.logs, rows=plan.rows, earlier=plan.earlier) as targets:
+                self._rounds(targets)
         bars = [(row.name, row.bars) for row in self._rows] + [(MEMORY, memory_bars(self._model))]
         return [verdict for name, own in bars for verdict in judge(name, own, self._taken[name], wanted)]
+
+    def _rounds(self, targets: dict[str, Target]) -> None:
+        plan = self._plan
+        began, longest = monotonic(), 0.0
+        for turn in range(plan.rounds + 1):
+            if turn > 1 and monotonic() + longest > plan.deadline:
+                self._say(f"{self._model}: time for {turn - 1} of {plan.rounds} rounds only")
+                break
+            self._round(turn, targets)
+            longest, began = max(longest, monotonic() - began), monotonic()
 
     def _round(self, turn: int, targets: dict[str, Target]) -> None:
         order = random.Random(f"{self._plan.seed}/{self._model}/{turn}")
