@@ -94,9 +94,10 @@ class Stage:
         plan = self._plan
         wanted = [name for name in plan.targets if any(name in row.targets for row in self._rows)]
         folder = obtain(self._model, plan.folder)
-        for _ in range(plan.starts):
+        for start in range(plan.starts):
             self._memory.clear()
-            with opened(folder, wanted, plan.logs, rows=plan.rows, earlier=plan.earlier) as targets:
+            order = wanted[:: -1 if start % 2 else 1]  # what is started first may find other memory
+            with opened(folder, order, plan.logs, rows=plan.rows, earlier=plan.earlier) as targets:
                 self._rounds(targets)
         bars = [(row.name, row.bars) for row in self._rows] + [(MEMORY, memory_bars(self._model))]
         return [verdict for name, own in bars for verdict in judge(name, own, self._taken[name], wanted)]

@@ -7,7 +7,8 @@ the work is done by the processes that `loadtests.harness` starts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from time import sleep
@@ -135,30 +136,36 @@ def _a_step(before: dict[str, float], after: dict[str, float]) -> dict[str, floa
 def opened(
     model: Path, names: Sequence[str], logs: Path, *, rows: int = 32, earlier: Path = harness.ROOT
 ) -> Iterator[dict[str, Target]]:
-    """The named targets on one model, ready to work on `rows` sequences at once; `earlier` is EARLIER's checkout.
+    """The named targets on one model, started in this order, ready to work on `rows` sequences at once; `earlier` is
+    EARLIER's checkout.
 
     All processes of each are there: one that starts later would take its time from what is measured, and count in some
     readings of the memory and not in others.
     """
     with contextlib.ExitStack() as stack:
-        found: dict[str, Target] = {}
         client = stack.enter_context(Worker("loadtests.bench.client", log=logs / "client.log"))
-        if RAW in names:
+
+        def raw() -> Target:
             arguments = ("--model", str(model), "--rows", str(rows))
             worker = Worker("loadtests.bench.raw", *arguments, log=logs / f"raw-{model.name}.log")
-            found[RAW] = DirectTarget(stack.enter_context(worker))
-        if MARATHON in names:
-            log = logs / f"marathon-{model.name}.log"
-            server = stack.enter_context(harness.marathon(model, log, max_rows=rows))
+            return DirectTarget(stack.enter_context(worker))
+
+        def served(root: Path, name: str) -> Target:
+            log = logs / f"{name}-{model.name}.log"
+            serving = harness.marathon if root == harness.ROOT else partial(harness.earlier, root)
+            server = stack.enter_context(serving(model, log, max_rows=rows))
             server.wait_whole()
-            found[MARATHON] = HttpTarget(server, client, {"model": "default", "ignore_eos": True}, exact=True)
-        if EARLIER in names:
-            log = logs / f"earlier-{model.name}.log"
-            server = stack.enter_context(harness.earlier(earlier, model, log, max_rows=rows))
-            server.wait_whole()
-            found[EARLIER] = HttpTarget(server, client, {"model": "default", "ignore_eos": True}, exact=True)
-        if REFERENCE in names:
+            return HttpTarget(server, client, {"model": "default", "ignore_eos": True}, exact=True)
+
+        def reference() -> Target:
             log = logs / f"mlx_lm-{model.name}.log"
             server = stack.enter_context(harness.reference(model, log, decode_concurrency=rows))
-            found[REFERENCE] = HttpTarget(server, client, {"model": "default_model"}, exact=False)
-        yield found
+            return HttpTarget(server, client, {"model": "default_model"}, exact=False)
+
+        starts: dict[str, Callable[[], Target]] = {
+            RAW: raw,
+            MARATHON: partial(served, harness.ROOT, "marathon"),
+            EARLIER: partial(served, earlier, "earlier"),
+            REFERENCE: reference,
+        }
+        yield {name: starts[name]() for name in names}
