@@ -52,7 +52,6 @@ class Hub:
     url: str = ""
     asked: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
-    pause: float = 0.0  # in the middle of the next file
 
 
 def handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
@@ -82,14 +81,15 @@ def handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
                 listed = [entry(path, data) for path, data in hub.files.items()]
                 siblings = [{"rfilename": file["path"], "size": file["size"], "blobId": file["oid"]} for file in listed]
                 return self.answer(200, {"id": "org/whole", "sha": SHA, "siblings": siblings, "private": False})
-            if "slow" in self.path and self.command == "GET" and self.path.endswith(".safetensors"):
-                hub.pause = SLOW_SECONDS
-            return self.send(200, hub.files[self.path.partition(f"/resolve/{SHA}/")[2]], {})
+            is_slow = "slow" in self.path and self.path.endswith(".safetensors")
+            pause = SLOW_SECONDS if is_slow else 0.0
+            return self.send(200, hub.files[self.path.partition(f"/resolve/{SHA}/")[2]], {}, pause)
 
         def answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
             self.send(status, json.dumps(value).encode(), headers or {})
 
-        def send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+        def send(self, status: int, data: bytes, headers: dict[str, str], pause: float = 0.0) -> None:
+            """`pause`: seconds in the middle of the file. Files are fetched side by side."""
             self.send_response(status)
             every = {"Content-Length": str(len(data)), "ETag": f'"{etag(data)}"', "X-Repo-Commit": SHA, **headers}
             for key, value in every.items():
@@ -99,8 +99,7 @@ def handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
                 half = len(data) // 2
                 self.wfile.write(data[:half])
                 self.wfile.flush()
-                time.sleep(hub.pause)
-                hub.pause = 0.0
+                time.sleep(pause)
                 self.wfile.write(data[half:])
 
         def close(self) -> None:
