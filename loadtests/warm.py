@@ -30,6 +30,7 @@ from typing import Any
 
 from loadtests import harness
 from loadtests.chaos.comparison import Verdicts
+from loadtests.chaos.scenario import RECOMPUTED_SHARE
 from loadtests.chaos.sse_client import Account, ask, completion
 from loadtests.harness import Server
 from loadtests.zoo import models
@@ -37,7 +38,6 @@ from loadtests.zoo import models
 FAMILIES = ("llama", "qwen3_5", "gemma3_text")
 PARTS = ("kills", "turns", "cost")
 AMPLE = "8GiB"
-RECOMPUTED_SHARE = 0.02
 MEMORY_RATIO, COLD_RATIO = 1.3, 0.2
 COST = 0.96
 NOISE = 0.9  # that a quick run of a noisy machine may show

@@ -18,10 +18,9 @@ from time import monotonic
 
 from loadtests import harness
 from loadtests.chaos import deaths, disconnects, enemy, shortage, starts
-from loadtests.chaos.scenario import Findings, Scenario, obtain
+from loadtests.chaos.scenario import RECOMPUTED_SHARE, Findings, Scenario, obtain
 
 WARM = {"kill", "leak", "preempt", "preempt-long"}  # modes in which KV on disk saves nearly all
-RECOMPUTED_SHARE = 0.02
 
 Mode = Callable[[Scenario], Awaitable[Findings]]
 

@@ -21,6 +21,7 @@ from loadtests import harness, process_tree
 from loadtests.chaos.monitor import Monitor
 from loadtests.harness import Server
 
+RECOMPUTED_SHARE = 0.02  # of the tokens, with KV on disk
 _LABEL = re.compile(r'"([^"]*)"')
 
 

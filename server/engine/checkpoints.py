@@ -28,6 +28,7 @@ from server.engine.prefix_cache import PrefixCache
 from server.engine.tail import Tail
 from server.errors import one_line
 from server.ipc.snapshot import Snapshot
+from server.kv_store.allowance import Allowance
 from server.kv_store.copies import CacheSource, put_back
 from server.kv_store.keeper import RowProgress, SaveResult
 from server.kv_store.opening import Opening, Tier
@@ -110,8 +111,8 @@ class Checkpoints:
         self._live: dict[int, LiveRow] = {}
         self._arrivals: dict[int, AwaitedRow] = {}
         self._interval = INTERVAL
-        self._credit = MOST_CREDIT
-        self._then = self._reported = clock()
+        self._budget = Allowance(MOST_CREDIT, SHARE, clock)
+        self._reported = clock()
         self._iteration = 0
         self._speed = SPEED
         self._tokens_read = 0  # of prompts
@@ -131,7 +132,7 @@ class Checkpoints:
             return
         now = self._clock()
         live = self._live[row.seq] = LiveRow(tier.keeper.begin(row.tokens), 0, 0, now)
-        self._tail.begin(row, live.progress.chain)
+        self._tail.begin(row.seq, live.progress.chain)
         fetch = tier.reader.fetch(row.tokens, self._prefix.reach(row.tokens) + LEAST_GAIN, self._wake)
         if fetch is None:
             return
@@ -211,9 +212,6 @@ class Checkpoints:
         if tier is None:
             return
         self._tokens_read += sum(size for done in record if isinstance(done, Read) for _, size in done.parts)
-        now = self._clock()
-        self._credit = min(MOST_CREDIT, self._credit + SHARE * (now - self._then))
-        self._then = now
         if self._iteration % LOOK_EVERY == 0:
             self._save_due(tier)
         self._save_readings(tier)
@@ -240,15 +238,15 @@ class Checkpoints:
     def _save_due(self, tier: Tier) -> None:
         for batch in list(self._batches.values()):
             for row in self._due(batch):
-                if self._credit > 0:
+                if self._budget.left > 0:
                     self._save(tier, row.seq, self._of_batch(batch, row), AT_ONCE)
 
     def _save_readings(self, tier: Tier) -> None:
         """Save what is due of rows whose prompts are being read. A chunk takes long, and all that it allows is used."""
         for reading in self._prefill.readings:
             row = reading.row
-            if self._credit > 0 and self._is_due_reading(row):
-                self._save(tier, row.seq, CacheSource(row.caches, row.read), max(AT_ONCE, self._credit))
+            if self._budget.left > 0 and self._is_due_reading(row):
+                self._save(tier, row.seq, CacheSource(row.caches, row.read), max(AT_ONCE, self._budget.left))
 
     def _due(self, batch: Batch) -> list[Row]:
         """The rows of a batch that are due; with one of them all that soon will be, so that the device waits once."""
@@ -305,7 +303,7 @@ class Checkpoints:
             self._cease(error)
             return
         took = self._clock() - began
-        self._credit -= took
+        self._budget.spend(took)
         self._note(tier, live, source.held, done, took)
         if live.progress.complete == source.held:
             self._tail.saved(seq, source.held, tier)

@@ -16,11 +16,12 @@ import mlx.core as mx
 from server.batching import Batch
 from server.cache_guard import Caches
 from server.compute.rows import Row
+from server.kv_store.allowance import Allowance
 from server.kv_store.copies import CacheSource, RowCopy
 from server.kv_store.files.keys import KeyChain
 from server.kv_store.files.tail_log import RowBase, RowSpan
 from server.kv_store.layout import Layout
-from server.kv_store.newest import forms, has_newest, newest, on_host
+from server.kv_store.newest import has_newest, newest, on_host
 from server.kv_store.opening import Tier
 from server.kv_store.tail_writer import TailRecord
 
@@ -62,14 +63,14 @@ class Tail:
         self._new: set[int] = set()  # rows of which nothing is logged
         self._submitted: dict[int, Copy] = {}  # by batch, in this iteration
         self._copied: list[Copy] = []  # in the one before
-        self._credit = MOST_CREDIT
-        self._then = clock()
+        self._budget = Allowance(MOST_CREDIT, SHARE, clock)
+        self._can: dict[bool, bool] = {}  # whether rows go on from positions alone, by whether they share caches
 
     # ------------------------------------------------------------ rows
-    def begin(self, row: Row, chain: KeyChain) -> None:
+    def begin(self, seq: int, chain: KeyChain) -> None:
         """A row comes."""
-        self._rows[row.seq] = LoggedRow(chain)
-        self._new.add(row.seq)
+        self._rows[seq] = LoggedRow(chain)
+        self._new.add(seq)
 
     def saved(self, seq: int, length: int, tier: Tier) -> None:
         """Pieces hold the first `length` tokens of a row."""
@@ -93,9 +94,15 @@ class Tail:
     def positions(self, number: int, tier: Tier) -> int:
         """How many positions of each of its rows the next step of a batch is to copy; 0 for none."""
         batch = self._batches[number]
-        if self._credit <= 0 or not tier.tail.takes or not has_newest(tier.layout, len(batch)):
+        if self._budget.left <= 0 or not self._can_log(tier, batch):
             return 0
         return max((lacking for row in batch.rows if (lacking := self._lacking(batch, row)) <= MOST), default=0)
+
+    def _can_log(self, tier: Tier, batch: Batch) -> bool:
+        shares = len(batch) > 1
+        if shares not in self._can:
+            self._can[shares] = has_newest(tier.layout, len(batch))
+        return self._can[shares] and tier.tail.takes
 
     def _lacking(self, batch: Batch, row: Row) -> int:
         """Positions that a row will have after a step beyond those logged; more than any record takes for none."""
@@ -111,24 +118,22 @@ class Tail:
         held = batch.held(batch.rows[0]) + 1
         data = newest(layout, caches, positions, held, len(batch))
         self._submitted[number] = Copy(data, positions, batch.seqs)
-        self._credit -= self._clock() - began
+        self._budget.spend(self._clock() - began)
         return [data]
 
     # ------------------------------------------------------------ behind the steps
     def take(self, tier: Tier) -> None:
         """Log what the iteration before has copied; of what this one has, note what it is."""
-        began = self._clock()
-        self._credit = min(MOST_CREDIT, self._credit + SHARE * (began - self._then))
-        self._then = began
         if not (self._copied or self._submitted):
             return
+        began = self._clock()
         for batch in self._batches.values():
             batch.flush()
         for copied in self._copied:
             self._log(tier, copied)
         self._copied = [self._noted(number, copied) for number, copied in self._submitted.items()]
         self._submitted.clear()
-        self._credit -= self._clock() - began
+        self._budget.spend(self._clock() - began)
 
     def _noted(self, number: int, copied: Copy) -> Copy:
         batch = self._batches.get(number)
@@ -146,7 +151,7 @@ class Tail:
     def _log(self, tier: Tier, copied: Copy) -> None:
         spans = tuple(self._span(seq, *found) for seq, found in copied.spans.items() if seq in self._rows)
         if spans:
-            parts = forms(tier.layout, copied.positions, len(copied.seqs))
+            parts = tier.layout.piece(copied.positions, len(copied.seqs))
             tier.tail.append(TailRecord(spans, parts, (on_host(copied.data),)))
 
     def _span(self, seq: int, place: int, start: int, end: int) -> RowSpan:
@@ -164,8 +169,10 @@ class Tail:
         if not self._new:
             return
         for batch in self._batches.values():
+            if not self._can_log(tier, batch):
+                continue
             for row in batch.rows:
-                if row.seq in self._new and batch.produced(row) >= FIRST and self._credit > 0 and tier.tail.takes:
+                if row.seq in self._new and batch.produced(row) >= FIRST and self._budget.left > 0:
                     self._admit(tier, batch, row)
 
     def _admit(self, tier: Tier, batch: Batch, row: Row) -> None:
@@ -175,11 +182,11 @@ class Tail:
         logged = self._rows[row.seq]
         held = batch.held(row)
         start = tier.store.reach(logged.chain, held, tier.layout.everything)
-        if self._is_short(tier.layout, held - start) and has_newest(tier.layout, len(batch)):
+        if self._is_short(tier.layout, held - start):
             if held > start:
                 self._log_first(tier, CacheSource(batch.caches, held, batch.place(row)), row.seq, start)
             logged.end = held
-        self._credit -= self._clock() - began
+        self._budget.spend(self._clock() - began)
 
     @staticmethod
     def _is_short(layout: Layout, tokens: int) -> bool:

@@ -121,8 +121,8 @@ class _View:
 
 def _copied(files: list[list[tuple[int, Tree | None, list[mx.array]]]]) -> list[FileContent]:
     """Copy all arrays of some files, evaluated together."""
-    flat = [[[_flat(array) for array in arrays] for _, _, arrays in file] for file in files]
-    mx.eval(flat)
+    copied = [[[flat(array) for array in arrays] for _, _, arrays in file] for file in files]
+    mx.eval(copied)
     return [
         FileContent(
             tuple(
@@ -131,7 +131,7 @@ def _copied(files: list[list[tuple[int, Tree | None, list[mx.array]]]]) -> list[
             ),
             tuple(np.asarray(array).tobytes() for arrays in own for array in arrays),
         )
-        for file, own in zip(files, flat, strict=True)
+        for file, own in zip(files, copied, strict=True)
     ]
 
 
@@ -140,7 +140,7 @@ def dtype_name(array: mx.array) -> str:
     return str(array.dtype).removeprefix("mlx.core.")
 
 
-def _flat(array: mx.array) -> mx.array:
+def flat(array: mx.array) -> mx.array:
     """Its bytes [N] in a buffer of their own."""
     return mx.view(mx.contiguous(array).reshape(-1), mx.uint8)
 

@@ -90,10 +90,10 @@ class Assembly:
         for leaf, tensor, view, whole in zip(layout.leaves, part.tensors, data, image.data, strict=True):
             if tensor != leaf.tensor(head.end - head.start):
                 raise DamagedFile("layout", f"an array of cache {part.part} has another form")
-            target = _shaped(whole, leaf.with_room(self._length))
+            target = shaped(whole, leaf.with_room(self._length))
             before = (slice(None),) * leaf.axis
             wanted = min(head.end, self._length) - head.start
-            target[(*before, slice(head.start, head.start + wanted))] = _shaped(view, tensor)[(*before, slice(wanted))]
+            target[(*before, slice(head.start, head.start + wanted))] = shaped(view, tensor)[(*before, slice(wanted))]
 
     def finished(self) -> Image:
         """The whole. Raises DamagedFile if a cache is missing."""
@@ -124,7 +124,7 @@ def _copy(view: memoryview) -> Bytes:
     return copied
 
 
-def _shaped(data: Bytes | memoryview, tensor: Tensor) -> Bytes:
+def shaped(data: Bytes | memoryview, tensor: Tensor) -> Bytes:
     """The bytes as items of their width, in the array's shape; no copy."""
     items: Bytes = np.frombuffer(data, np.dtype(f"u{ITEM_BYTES[tensor.dtype]}"))
     return items.reshape(tensor.shape)

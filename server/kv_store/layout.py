@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from server.kv_store.files.keys import digest
-from server.kv_store.files.record import Tensor
+from server.kv_store.files.record import PartHead, Tensor
 
 Tree = list[Any]
 Path = tuple[str | int, ...]  # names of attributes and keys, places in sequences
@@ -36,9 +36,11 @@ class LeafLayout:
     axis: int
     step: int = 1
 
-    def tensor(self, positions: int) -> Tensor:
-        """Its form with so many positions."""
+    def tensor(self, positions: int, rows: int = 1) -> Tensor:
+        """Its form with so many positions, and with so many rows where rows lie on the first axis."""
         shape = list(self.shape)
+        if rows > 1:
+            shape[0] = rows
         shape[self.axis] = positions
         return Tensor(self.dtype, tuple(shape))
 
@@ -92,6 +94,13 @@ class Layout:
     def position_bytes(self) -> int:
         """Bytes that a position takes in the caches that grow."""
         return sum(part.position_bytes for part in self.parts)
+
+    def piece(self, positions: int, rows: int = 1) -> tuple[PartHead, ...]:
+        """The forms of a piece that has so many positions of all caches, of so many rows on the first axis."""
+        return tuple(
+            PartHead(place, None, tuple(leaf.tensor(positions, rows) for leaf in part.leaves))
+            for place, part in enumerate(self.parts)
+        )
 
     def digest(self) -> bytes:
         """Kinds, dtypes and shapes; how a merged cache is read doesn't count."""

@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from server.cache_guard import Caches, parts
-from server.kv_store.files.record import PartHead, Tensor
-from server.kv_store.layout import Layout, LeafLayout, PartLayout
+from server.kv_store.copies import flat
+from server.kv_store.layout import Layout
 from server.kv_store.trees import at
 from server.kv_store.trial import cut
 
@@ -27,27 +27,13 @@ def newest(layout: Layout, caches: Caches, positions: int, held: int, rows: int)
 
     `held`: tokens that the caches hold of a lone row. Rows that hold fewer than `positions` bring what is before them.
     """
-    flat = []
+    copied: list[mx.array] = []
     for part, own in zip(layout.parts, parts(caches), strict=True):
         end = held
         if rows > 1:
             end = getattr(own, str(part.merged_end))
-        flat += [_flat(at(own, leaf.path), leaf, end - positions, end) for leaf in part.leaves]
-    return mx.concatenate(flat)
-
-
-def _flat(array: mx.array, leaf: LeafLayout, first: int, last: int) -> mx.array:
-    return mx.view(mx.contiguous(cut(array, leaf.axis, first, last)).reshape(-1), mx.uint8)
-
-
-def forms(layout: Layout, positions: int, rows: int) -> tuple[PartHead, ...]:
-    """The forms of the arrays in such a copy."""
-    return tuple(_form(place, part, positions, rows) for place, part in enumerate(layout.parts))
-
-
-def _form(place: int, part: PartLayout, positions: int, rows: int) -> PartHead:
-    shapes = [leaf.tensor(positions) for leaf in part.leaves]
-    return PartHead(place, None, tuple(Tensor(one.dtype, (rows, *one.shape[1:])) for one in shapes))
+        copied += [flat(cut(at(own, leaf.path), leaf.axis, end - positions, end)) for leaf in part.leaves]
+    return mx.concatenate(copied)
 
 
 def on_host(copied: mx.array) -> bytes:

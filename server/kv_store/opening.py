@@ -19,6 +19,7 @@ from server.config.cache_folder import KEPT_KV, TRIALS, cache_folder
 from server.errors import StartupError, one_line
 from server.faults import Spec
 from server.kv_store import trial
+from server.kv_store.allowance import Allowance
 from server.kv_store.files import folder
 from server.kv_store.files.folder import FolderLock
 from server.kv_store.files.keys import digest
@@ -29,7 +30,7 @@ from server.kv_store.reader import KVReader
 from server.kv_store.store import Disk, Store
 from server.kv_store.tail_recovery import recover
 from server.kv_store.tail_writer import TailWriter
-from server.kv_store.writer import Allowance, KVWriter
+from server.kv_store.writer import KVWriter
 from server.model_files.fingerprint import cache_fingerprint
 from server.model_files.trial_results import TrialResults
 from server.settings import Settings
@@ -155,7 +156,7 @@ class Opening:
         if further := recover(store, layout, own):
             log.info("the newest positions of %d rows are there", further)
         paces = Paces(own / folder.PACES)
-        allowance = Allowance(place.hourly)
+        allowance = Allowance.hourly(place.hourly)
         writer = KVWriter(store, allowance, after=paces.save)
         tail = TailWriter(store, own, allowance)
         return Tier(store, Keeper(store, writer, layout), KVReader(store, layout, paces), writer, tail, layout, paces)

@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -238,13 +237,11 @@ class Store:
 
 
 def _contents(path: Path, memory: memoryview) -> memoryview:
-    """Read a regular file of the size of `memory` into it. Raises OSError, and DamagedFile for one that has changed:
-    something else in its place may be endless, or never open."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(file, "rb", buffering=0) as stream:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != len(memory):
-            raise DamagedFile("format", f"{found.st_size} bytes in the place of {len(memory)}")
+    """Read a regular file of the size of `memory` into it. Raises OSError, and DamagedFile for one that has changed."""
+    stream, size = folder.open_file(path)
+    with stream:
+        if size != len(memory):
+            raise DamagedFile("format", f"{size} bytes in the place of {len(memory)}")
         done = 0
         while done < len(memory) and (read := stream.readinto(memory[done:])):
             done += read

@@ -15,12 +15,13 @@ import numpy as np
 
 from server.errors import one_line
 from server.kv_store.files import tail_log
-from server.kv_store.files.folder import Name
 from server.kv_store.files.keys import KeyChain
-from server.kv_store.files.record import ITEM_BYTES, VERSION, DamagedFile, Head, PartHead, Tensor
+from server.kv_store.files.record import VERSION, DamagedFile, Head
 from server.kv_store.files.tail_log import RowBase, RowSpan, TailHead
+from server.kv_store.image import shaped
 from server.kv_store.layout import Layout
 from server.kv_store.store import Store
+from server.kv_store.writer import QueuedFile
 
 log = logging.getLogger("marathon.engine")
 
@@ -36,16 +37,12 @@ class _Link:
     def arrays(self, axes: list[int]) -> list[np.ndarray]:
         """Its own positions of each array, whose positions are on `axes`."""
         pairs = zip(self.head.tensors, self.data, axes, strict=True)
-        return [self._cut(_shaped(data, tensor), axis) for tensor, data, axis in pairs]
+        return [self._cut(shaped(data, tensor), axis) for tensor, data, axis in pairs]
 
     def _cut(self, whole: np.ndarray, axis: int) -> np.ndarray:
         last = whole.shape[axis]
         wanted = (slice(None),) * axis + (slice(last - len(self.span.ids), last),)
         return whole[self.span.place : self.span.place + 1][wanted]
-
-
-def _shaped(data: memoryview, tensor: Tensor) -> np.ndarray:
-    return np.frombuffer(data, np.dtype(f"u{ITEM_BYTES[tensor.dtype]}")).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,31 +112,23 @@ def _write_first(store: Store, layout: Layout, ways: list[_Way]) -> bool:
 
 def _write(store: Store, layout: Layout, way: _Way) -> bool:
     """Write a row's links as one piece; whether it wasn't there."""
-    key = way.key(way.end)
     leaves = [leaf for part in layout.parts for leaf in part.leaves]
     axes = [leaf.axis for leaf in leaves]
     columns = zip(*(link.arrays(axes) for link in way.links), strict=True)
     arrays = [np.concatenate(column, axis) for column, axis in zip(columns, axes, strict=True)]
-    piece = Head(
+    head = Head(
         version=VERSION,
         root=store.root,
         kind="piece",
         start=way.start,
         end=way.end,
-        key=key,
+        key=way.key(way.end),
         ids=tuple(way.ids),
-        parts=_parts(layout, way.end - way.start),
+        parts=layout.piece(way.end - way.start),
     )
-    name = Name("piece", way.start, way.end, way.key(way.start), key, layout.everything)
-    entry = store.expect(name, sum(array.nbytes for array in arrays))
+    file = QueuedFile(head, way.key(way.start), tuple(array.tobytes() for array in arrays))
+    entry = store.expect(file.name, file.size)
     if entry is None:
         return False
-    store.write(entry, piece, [array.tobytes() for array in arrays])
+    store.write(entry, file.head, file.data)
     return True
-
-
-def _parts(layout: Layout, positions: int) -> tuple[PartHead, ...]:
-    return tuple(
-        PartHead(place, None, tuple(leaf.tensor(positions) for leaf in part.leaves))
-        for place, part in enumerate(layout.parts)
-    )

@@ -14,11 +14,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
+from server.kv_store.allowance import Allowance
 from server.kv_store.files import tail_log
 from server.kv_store.files.record import PartHead
 from server.kv_store.files.tail_log import RowSpan
 from server.kv_store.store import Store
-from server.kv_store.writer import PAUSE_SECONDS, Allowance
+from server.kv_store.writer import PAUSE_SECONDS
 
 QUEUE_BYTES = 16 << 20
 SEGMENT_BYTES = 16 << 20  # after which another one is begun

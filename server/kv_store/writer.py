@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from server.kv_store.allowance import Allowance
 from server.kv_store.files.folder import Name
 from server.kv_store.files.index import Entry
 from server.kv_store.files.record import Buffer, Head
@@ -20,36 +21,8 @@ from server.kv_store.store import Store
 
 QUEUE_BYTES = 64 << 20  # at a slow disk's 50 MB/s a little over a second: what a death may cost on top
 PAUSE_SECONDS = 10.0  # after a failed write
-BURST = 0.25  # share of an hour's bytes that may be written at once; the rest is spread over the hour
-HOUR = 3600.0
 
 log = logging.getLogger("marathon.engine")
-
-
-class Allowance:
-    """Bytes that may be written: at most `hourly` in any hour."""
-
-    def __init__(self, hourly: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._most = BURST * hourly
-        self._rate = (1 - BURST) * hourly / HOUR
-        self._left = self._most
-        self._then = clock()
-
-    @property
-    def left(self) -> float:
-        """Bytes that may be written now; negative after one file that was larger."""
-        now = self._clock()
-        self._left = min(self._most, self._left + self._rate * (now - self._then))
-        self._then = now
-        return self._left
-
-    def is_ample(self, share: float) -> bool:
-        """Whether more than this share of what may be written at once is left."""
-        return self.left > share * self._most
-
-    def spend(self, size: int) -> None:
-        self._left = self.left - size
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from keeping import AMPLE, PATIENCE, kept
 
 from server.cache_guard import cache_arrays
 from server.engine.tail import MOST, Tail
+from server.kv_store.allowance import Allowance
 from server.kv_store.files import tail_log
 from server.kv_store.files.keys import BLOCK, KeyChain
 from server.kv_store.newest import has_newest
 from server.kv_store.store import Disk
 from server.kv_store.tail_recovery import recover
 from server.kv_store.tail_writer import TailWriter
-from server.kv_store.writer import Allowance
 
 
 class Logging:
@@ -28,13 +28,13 @@ class Logging:
 
     def __init__(self, disk, folder, rig, *rows, hourly=AMPLE):
         self.folder = folder
-        self.log = TailWriter(disk.store, folder, Allowance(hourly))
+        self.log = TailWriter(disk.store, folder, Allowance.hourly(hourly))
         self.tier = SimpleNamespace(tail=self.log, store=disk.store, layout=disk.layout)
         self.batch = rig.batch()
         rig.join(self.batch, *rig.read(*rows))
         self.tail = Tail({1: self.batch}, clock=lambda: 0.0)
         for one in rows:
-            self.tail.begin(one, KeyChain(disk.store.root, one.tokens))
+            self.tail.begin(one.seq, KeyChain(disk.store.root, one.tokens))
 
     def step(self, count=1, *, every=1):
         for i in range(count):
@@ -97,7 +97,7 @@ def test_a_lone_row_comes_back_and_so_does_one_that_was_joined_by_another(tmp_pa
     first, second = row(1, prompt(30), max_tokens=99), row(2, prompt(60), max_tokens=99)
     with logging(rig, tmp_path, first) as live:
         live.step(10)
-        live.tail.begin(second, KeyChain(live.tier.store.root, second.tokens))
+        live.tail.begin(second.seq, KeyChain(live.tier.store.root, second.tokens))
         rig.join(live.batch, *rig.read(second))
         live.step(10)
         live.batch.leave([first])

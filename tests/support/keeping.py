@@ -6,13 +6,14 @@ from contextlib import contextmanager
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from server.kv_store.allowance import Allowance
 from server.kv_store.copies import CacheSource, put_back
 from server.kv_store.files.keys import digest
 from server.kv_store.keeper import Keeper
 from server.kv_store.reader import KVReader
 from server.kv_store.store import Store
 from server.kv_store.trial import learn
-from server.kv_store.writer import Allowance, KVWriter
+from server.kv_store.writer import KVWriter
 
 AMPLE = 1 << 40
 PATIENCE = 20.0
@@ -25,7 +26,7 @@ class Kept:
         self.model = model
         self.layout = layout or learn(model, batches=batches)
         self.store = Store(home, digest(name, self.layout.digest()), self.layout.everything, limit, disk)
-        self.writer = KVWriter(self.store, Allowance(hourly))
+        self.writer = KVWriter(self.store, Allowance.hourly(hourly))
         self.keeper = Keeper(self.store, self.writer, self.layout)
         self.reader = KVReader(self.store, self.layout)
 

@@ -18,6 +18,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from server.config.file_lock import try_lock
@@ -99,6 +100,17 @@ def _found(entry: os.DirEntry[str], name: Name) -> Iterator[Found]:
         found = entry.stat(follow_symlinks=False)
         if stat.S_ISREG(found.st_mode):
             yield Found(Path(entry.path), name, found.st_size, found.st_mtime)
+
+
+def open_file(path: Path) -> tuple[FileIO, int]:
+    """Open a file of the folder for reading; returns its size with it, or -1 for what is none: something else in its
+    place may be endless, or never open. Raises OSError."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(file)
+    size = -1
+    if stat.S_ISREG(found.st_mode):
+        size = found.st_size
+    return FileIO(file), size
 
 
 def _models(folder: Path) -> list[Path]:

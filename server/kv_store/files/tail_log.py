@@ -11,15 +11,13 @@ out, and so is all behind a damaged record.
 from __future__ import annotations
 
 import contextlib
-import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from server.kv_store.files import record
-from server.kv_store.files.folder import TAIL
+from server.kv_store.files.folder import TAIL, open_file
 from server.kv_store.files.record import VERSION, Buffer, DamagedFile, PartHead, Tensor
 
 LARGEST = 1 << 30  # bytes; a segment ends at some megabytes and the record that it has last
@@ -91,16 +89,12 @@ def packed(described: TailHead, data: Sequence[Buffer]) -> list[Buffer]:
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a segment; none of what isn't a file, or larger than any. Raises OSError.
-
-    Something else in its place may be endless, or never open.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(file, "rb", buffering=0) as stream:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST:
-            return b""
-        return stream.readall()
+    """The bytes of a segment; none of what isn't a file, or larger than any. Raises OSError."""
+    stream, size = open_file(path)
+    with stream:
+        if 0 <= size <= LARGEST:
+            return stream.readall()
+    return b""
 
 
 def unpacked(raw: Buffer) -> Iterator[tuple[TailHead, list[memoryview]]]:
