@@ -61,6 +61,13 @@ class Client:
             assert source.closed
         return record
 
+    async def begun(self, source: Source) -> asyncio.Task[CallRecord]:
+        """Follow until some of it has come."""
+        following = asyncio.create_task(self.follow(source))
+        while len(self.messages) < 3:
+            await asyncio.sleep(0.001)
+        return following
+
 
 @pytest.mark.parametrize("fault", [RuntimeError("broken"), TimeoutError("of something else")], ids=["fault", "timeout"])
 async def test_an_error_of_the_frames_is_that_of_the_response(fault: Exception) -> None:
@@ -71,9 +78,7 @@ async def test_an_error_of_the_frames_is_that_of_the_response(fault: Exception) 
 async def test_a_client_that_leaves_ends_the_stream_without_an_error() -> None:
     client = Client()
     source = Source()
-    following = asyncio.ensure_future(client.follow(source))
-    while len(client.messages) < 3:
-        await asyncio.sleep(0.001)
+    following = await client.begun(source)
     client.left.set()
     record = await asyncio.wait_for(following, 5)
     assert source.frames_closed
@@ -88,9 +93,7 @@ async def test_a_client_that_takes_nothing_ends_the_stream_and_the_log_says_so()
 async def test_a_cancelled_response_stays_cancelled() -> None:
     client = Client()
     source = Source()
-    following = asyncio.ensure_future(client.follow(source))
-    while len(client.messages) < 3:
-        await asyncio.sleep(0.001)
+    following = await client.begun(source)
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
         await following
