@@ -37,6 +37,7 @@ log = logging.getLogger("marathon.engine")
 _PROBE_LENGTH = GROWTH + 1  # one more than a growth step: separates arrays that grow from arrays that don't
 _PEAK_LENGTHS = (32, 256)  # of the smaller chunk measured; the longer one is more exact where there is time for it
 _PEAK_SECONDS = 2.0
+_PEAK_READINGS = 4
 TRIED_OUT_BY = [Path(__file__), Path(cache_guard.__file__), Path(together.__file__)]  # what a trial's result depends on
 PARTS = 50  # in which a large model is read; evaluating one costs a wait of a fraction of a millisecond
 LEAST_BYTES = 1 << 26  # of a part of the weights
@@ -363,19 +364,27 @@ def chunk_peak(model: nn.Module, patience: float = _PEAK_SECONDS) -> tuple[int, 
     `patience`: seconds that the longer measurement, which is more exact, may take.
 
     Estimated from two smaller ones: the part for each token grows with the chunk, and where attention isn't fused the
-    part for each pair of tokens with its square.
+    part for each pair of tokens with its square. The difference of the two magnifies what one reading is off by, so
+    where there is time the highest of several counts.
     """
-    size = _PEAK_LENGTHS[0]
+    size, readings = _PEAK_LENGTHS[0], 1
     measure_peak(model, size)  # the first of its kind may have to compile something, which says nothing of the next
     started = perf_counter()
     small = measure_peak(model, size)
-    if (perf_counter() - started) / size * 3 * _PEAK_LENGTHS[1] < patience:
+    of_the_longer = (perf_counter() - started) / size * 3 * _PEAK_LENGTHS[1]
+    if of_the_longer < patience:
         size = _PEAK_LENGTHS[1]
-        small = measure_peak(model, size)
-    twice = measure_peak(model, 2 * size)
+        readings = int(min(_PEAK_READINGS, patience / max(of_the_longer, 1e-6)))
+        small = _highest_peak(model, size, readings)
+    twice = _highest_peak(model, 2 * size, readings)
     pairs = max(0.0, (twice - 2 * small) / (2 * size**2))
     each = (twice - pairs * (2 * size) ** 2) / (2 * size)
     return int(each * LARGEST_CHUNK + pairs * LARGEST_CHUNK**2), pairs
+
+
+def _highest_peak(model: nn.Module, length: int, readings: int) -> int:
+    """Of several readings: a reading is too low when the device frees one array before it needs the next."""
+    return max(measure_peak(model, length) for _ in range(readings))
 
 
 def measure_peak(model: nn.Module, length: int) -> int:
