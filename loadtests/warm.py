@@ -91,7 +91,7 @@ def seconds_of_first(server: Server, prompt: list[int]) -> tuple[float, Account]
 
 # ---------------------------------------------------------------- kills
 def kills(model: Path, family: str, folder: Path, sizes: Sizes, report: WarmReport) -> None:
-    bodies = [completion(ids(20 + seed, seed), sizes.tokens, logprobs=1) for seed in (1, 2)]
+    bodies = [completion(ids(20 + seed, seed), sizes.tokens) for seed in (1, 2)]
     with serving(model, folder / "undisturbed", kv_disk=0) as server:
         expected = asyncio.run(_streams(server, bodies, 0, sizes.tokens))
     with serving(model, folder / "killed") as server:

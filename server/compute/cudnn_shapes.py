@@ -15,6 +15,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from server.ipc.probe import LARGEST_CHUNK
+
+CHUNK_GROWTH, PLANNED_CHUNK_GROWTH = 2, 8
+LONG_CHUNKS = 8  # times the chunk that is the longest elsewhere
 LONGEST_KERNEL = 8  # taps; with more, reading the input so many times would cost more than a plan
 
 
@@ -23,7 +27,23 @@ def is_planned() -> bool:
     return mx.cuda.is_available()
 
 
-# ---------------------------------------------------------------- rows of a pass
+# ---------------------------------------------------------------- passes over prompts
+# Each chunk of a prompt attends to another number of tokens before it, so each is a shape of its own: where shapes are
+# planned, few long chunks are read instead of many.
+def longest_chunk() -> int:
+    """Tokens of a prompt that a pass may read."""
+    if not is_planned():
+        return LARGEST_CHUNK
+    return LONG_CHUNKS * LARGEST_CHUNK
+
+
+def chunk_growth() -> int:
+    """How many times the longest chunk so far the next one may have, if the time that it took allows."""
+    if not is_planned():
+        return CHUNK_GROWTH
+    return PLANNED_CHUNK_GROWTH
+
+
 def rows_read(count: int) -> int:
     """How many rows a pass over `count` prompts has: where shapes are planned, the next power of two."""
     if not is_planned():

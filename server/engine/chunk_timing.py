@@ -14,7 +14,7 @@ from math import inf
 
 from server.ipc.probe import LARGEST_CHUNK
 
-CHUNKS = (LARGEST_CHUNK, 1024, 512, 256, 128, 64)
+CHUNKS = (8 * LARGEST_CHUNK, 4 * LARGEST_CHUNK, 2 * LARGEST_CHUNK, LARGEST_CHUNK, 1024, 512, 256, 128, 64)
 MEMORY = 0.5  # weight of the newest measurement
 FORGOTTEN = 16  # shorter chunks after which a length may be tried again; doubles each time
 READ_ALL = 32  # fewer tokens hardly take less time: the weights are read all the same
@@ -43,9 +43,11 @@ class _Measurement:
 class ChunkTiming:
     """Seconds a token by chunk length, learned online."""
 
-    def __init__(self, tried: int = LARGEST_CHUNK) -> None:
-        """`tried`: what counts as the longest length tried while none is known for sure."""
+    def __init__(self, tried: int = LARGEST_CHUNK, growth: int = 2) -> None:
+        """`tried`: what counts as the longest length tried while none is known for sure. `growth`: how many times the
+        longest one measured an estimate may be of."""
         self._tried = tried
+        self._growth = growth
         self._kinds: dict[int, _Measurement] = {}
         self._guess: float | None = None  # from a chunk too small to say much
 
@@ -90,4 +92,4 @@ class ChunkTiming:
     def reach(self) -> int:
         """The longest chunk that an estimate is good for: tokens attend to each other, so that longer ones take more
         than their share."""
-        return 2 * max(self._kinds, default=CHUNKS[-1])
+        return self._growth * max(self._kinds, default=CHUNKS[-1])

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from server.compute.cudnn_shapes import rows_read
+from server.compute.cudnn_shapes import chunk_growth, longest_chunk, rows_read
 from server.compute.rows import Row
 from server.engine.chunk_timing import CHUNKS, ChunkTiming
 from server.engine.joint_prefill import LONGEST, ROOMY, JointPrefill
 from server.engine.plan import Begin, Detach, KeepPrompt, KeepRead, Operation, Plan, Read, Result
 from server.engine.prefix_policy import PrefixPolicy
+from server.ipc.probe import LARGEST_CHUNK
 
 _SCORED_CHUNK = 256  # the logits of a scored chunk are all there at once, vocabulary and all
 _TRIAL = 1.5  # budgets that the first two lone chunks of a length may take
@@ -123,8 +124,10 @@ class Prefill:
         self._policy = policy
         self._joint_prefill = joint_prefill
         self._affordable = affordable
+        longest = longest_chunk()
+        self._lengths = [length for length in CHUNKS if length <= longest]
         # Apart, since a lone chunk of many tokens attends to more than many short ones.
-        self._alone = ChunkTiming()
+        self._alone = ChunkTiming(growth=chunk_growth())
         self._scored = ChunkTiming(CHUNKS[-1])  # every token's logits are made, and their best ones sought
         self._shared = ChunkTiming(CHUNKS[-1])
         self._ahead = 0.0  # seconds that short prompts got more than the oldest
@@ -219,7 +222,7 @@ class Prefill:
     ) -> Plan[list[tuple[PromptReading, int]]]:
         """Who reads in one pass with this one, and how much; none if it had better read alone."""
         others = [other for other in waiting if other is not reading]
-        limit = self._fits(left, self._of_all, self._shared, _TRIAL_SHARED)
+        limit = min(LARGEST_CHUNK, self._fits(left, self._of_all, self._shared, _TRIAL_SHARED))
         if not others or (left is not None and limit == CHUNKS[-1] and self._of_all(limit) > left):
             return []
         limit = min(limit, self._affordable(turn.room, LONGEST) // ROOMY)
@@ -263,15 +266,14 @@ class Prefill:
         """The same of a pass of several."""
         return self._shared.seconds(size) or self._alone.seconds(size) or 0.0
 
-    @staticmethod
-    def _fits(left: float | None, seconds: Callable[[int], float], timing: ChunkTiming, budgets: float) -> int:
+    def _fits(self, left: float | None, seconds: Callable[[int], float], timing: ChunkTiming, budgets: float) -> int:
         """Tokens of the largest chunk that `left` seconds have room for, or so many times as much for a trial."""
         if left is None:
-            return CHUNKS[0]
+            return min(LARGEST_CHUNK, self._lengths[0])
         if not seconds(CHUNKS[-1]):
             return CHUNKS[-1]
         allowed = dict.fromkeys(CHUNKS, left) | {timing.next: budgets * left}
-        fits = [size for size in CHUNKS if size <= timing.reach and seconds(size) <= allowed[size]]
+        fits = [size for size in self._lengths if size <= timing.reach and seconds(size) <= allowed[size]]
         return max(fits, default=CHUNKS[-1])
 
     def _size(self, reading: PromptReading, left: float | None, turn: ChunkBudget) -> int:
@@ -280,12 +282,11 @@ class Prefill:
             limit = min(limit, _SCORED_CHUNK)
         return self._cut(reading, max(CHUNKS[-1], min(limit, self._affordable(turn.room, reading.done))))
 
-    @staticmethod
-    def _cut(reading: PromptReading, limit: int) -> int:
+    def _cut(self, reading: PromptReading, limit: int) -> int:
         stop = reading.next_stop()
         if stop <= limit:
             return stop
-        return next(size for size in CHUNKS if size <= limit)
+        return next(size for size in self._lengths if size <= limit)
 
     # ------------------------------------------------------------ the chunk
     def _read(self, chosen: list[tuple[PromptReading, int]], turn: ChunkBudget) -> Plan[float]:

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from server.cache_guard import Guard
 from server.engine import executor as module
+from server.engine import prefill
 from server.engine.chunk_timing import CHUNKS, FORGOTTEN, ChunkTiming
 from server.engine.joint_prefill import JointPrefill
 from server.engine.plan import OperationFailure
@@ -88,6 +89,24 @@ def test_full_chunks_come_from_the_list_and_the_last_one_has_any_length(bench):
     assert bench.chunks == [(0, 2048), (0, 2048), (0, 903)]
     assert bench.read[0] == 4999, "the last token goes through the decode lane"
     assert len(bench.lane) == 0
+
+
+def test_where_each_chunk_is_planned_a_long_prompt_is_read_in_few(clock, monkeypatch):
+    """A pass takes 55 ms for its plan and 10 us a token; a budget of a second still bounds each chunk."""
+    monkeypatch.setattr(prefill, "longest_chunk", lambda: 8 * 2048)
+    monkeypatch.setattr(prefill, "chunk_growth", lambda: 8)
+    quick = Bench(clock, lambda tokens, position: 55 * MS + tokens * MS / 100)
+    quick.insert(0, 30_001)
+    while not quick.run(budget=1.0):
+        pass
+    assert quick.read[0] == 30_000
+    assert len(quick.chunks) <= 5
+
+    slow = Bench(clock, lambda tokens, position: 55 * MS + tokens * MS / 2)
+    slow.insert(0, 30_001)
+    while not slow.run(budget=1.0):
+        pass
+    assert max(size for _, size in slow.chunks) <= 2048
 
 
 def test_a_prompt_of_one_token_needs_no_chunk(bench):
