@@ -59,9 +59,15 @@ def _case(row: Row) -> str:
 
 def summary(findings: Sequence[Finding]) -> Table:
     """The answers at a glance."""
-    head = ["question", "published", "verdict", "measured on MLX", "how sure"]
+    head = ["question", "published", "verdict", "what it means for MLX", "how sure"]
     body = [
-        [finding.title, finding.short, finding.verdict.word, finding.verdict.said, finding.verdict.sure]
+        [
+            finding.title,
+            finding.short,
+            finding.verdict.word,
+            finding.means or finding.verdict.said,
+            finding.verdict.sure,
+        ]
         for finding in findings
     ]
     return Table("The answers at a glance", [head, *body], words=True)

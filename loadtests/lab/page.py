@@ -63,6 +63,7 @@ class Finding:
     plots: list[tuple[str, str]] = field(default_factory=list)  # caption, SVG
     unproven: str = ""
     short: str = ""  # of what was published, for the table at the top
+    means: str = ""  # for a user of MLX, with the figures; where it is empty, the verdict says it
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,8 @@ def _html_of(finding: Finding) -> list[str]:
     lines = [f"<h2>{escape(finding.title)}</h2>"]
     said = f"<strong>{escape(verdict.word)}.</strong> {_inline(verdict.said)} {_inline(verdict.sure)}"
     lines.append(f'<p class="verdict">{said}</p>')
+    if finding.means:
+        lines.append(f"<p><strong>What it means for MLX.</strong> {_inline(finding.means)}</p>")
     for word, text in (("Asked", finding.asked), ("Published", finding.source)):
         lines.append(f"<p><strong>{word}.</strong> {_inline(text)}</p>")
     lines += [f"<p><strong>On MLX.</strong> {_inline(finding.answer[0])}</p>", *_paragraphs(finding.answer[1:])]
@@ -150,6 +153,8 @@ def markdown(report: Document) -> str:
 def _markdown_of(finding: Finding) -> list[str]:
     verdict = finding.verdict
     lines = [f"## {finding.title}", "", f"> **{verdict.word}.** {verdict.said} {verdict.sure}", ""]
+    if finding.means:
+        lines += [f"**What it means for MLX.** {finding.means}", ""]
     lines += [f"**Asked.** {finding.asked}", "", f"**Published.** {finding.source}", ""]
     lines += ["**On MLX.** " + "\n\n".join(finding.answer), ""]
     lines += [line for table in finding.tables for line in _markdown_table(table)]

@@ -41,6 +41,7 @@ STYLE = {
     "axes.spines.right": False,
     "legend.frameon": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.alpha": 0.2,
     "grid.color": INK,
 }
@@ -138,7 +139,7 @@ def bars(plot: Bars) -> str:
             axes.bar_label(drawn, [_figure(value) for value in values], padding=3, fontsize=7.5, color=INK)
         axes.set_yticks([place + 0.42 - height / 2 for place in range(len(plot.names))], plot.names)
         axes.invert_yaxis()
-        axes.margins(x=0.12)
+        axes.margins(x=0.12, y=0.4 / len(plot.names) / len(plot.groups))
         axes.set(title=plot.title, xlabel=plot.x)
         _legend(figure, axes)
         return _svg(figure)

@@ -36,7 +36,8 @@ class Part:
 
 def announce(parts: Sequence[Part]) -> None:
     """Say what will be run and how long it takes."""
-    print(f"{len(parts)} parts, about {sum(part.seconds for part in parts) / 60:.0f} minutes in all:", flush=True)
+    many = "1 part" if len(parts) == 1 else f"{len(parts)} parts"
+    print(f"{many}, about {sum(part.seconds for part in parts) / 60:.0f} minutes in all:", flush=True)
     for part in parts:
         print(f"  {part.seconds:4.0f} s  {part.words}", flush=True)
 

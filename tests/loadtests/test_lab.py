@@ -120,7 +120,7 @@ def test_every_part_of_a_suite_is_understood(parts, capsys):
         asked = programs[part.program].parse(list(part.arguments))
         assert programs[part.program].experiment(asked).cases
     suite.announce(parts)
-    assert capsys.readouterr().out.startswith(f"{len(parts)} parts, about ")
+    assert capsys.readouterr().out.startswith("1 part, about " if len(parts) == 1 else f"{len(parts)} parts, about ")
 
 
 def test_suites_keep_to_their_times():

@@ -146,6 +146,24 @@ def test_only_the_first_finding_is_said_to_be_of_mlx_lm():
     assert "SmolLM2-135M" in sources[2]
 
 
+@pytest.mark.parametrize(
+    ("program", "figure"),
+    [
+        ("residency", "2 buffers a token in 1 of 1 families"),
+        ("cache_kinds", "1.00 times its peak"),
+        ("pinned", "1.070 times their bytes"),
+        ("attention_paths", "of 64 positions 3 have another top token"),
+        ("kv_passes", "7.25 passes"),
+        ("count", "0.99 of the second thousand's speed"),
+    ],
+)
+def test_the_answers_at_a_glance_say_what_a_finding_means_for_mlx_with_its_figure(program, figure):
+    finding = finding_of(program, *SAMPLES[program])
+    glance = findings.summary([finding]).rows
+    assert figure in glance[1][glance[0].index("what it means for MLX")]
+    assert f"**What it means for MLX.** {finding.means}" in text_of(finding)
+
+
 def test_every_table_names_device_commit_and_day():
     for name, rows in SAMPLES.items():
         finding = finding_of(name, *rows)

@@ -42,6 +42,7 @@ def fused(rows: Rows) -> Finding:
         published.PATHS.text,
         _verdict(timed, newest),
         short=published.PATHS.short,
+        means=_means(timed, newest),
     )
     finding.answer = [_where(rows, timed), RULE + _ties(newest)]
     tables = [_gains(timed), _apart(newest)]
@@ -78,6 +79,29 @@ def _verdict(timed: Cases, newest: Mapping[Key, Row]) -> Judgement:
     return Judgement(word, words, _sure(gains, newest))
 
 
+def _means(timed: Cases, newest: Mapping[Key, Row]) -> str:
+    gains = {key: _ratios(*pair) for key, pair in _pairs(timed).items()}
+    said = [_gain(key, found) for key, found in gains.items() if found[1].above]
+    words = f"The fused kernel makes prefill faster: {'; '.join(said)}." if said else ""
+    others = [_place(key) for key, found in gains.items() if not found[1].above]
+    if others:
+        words += f" No faster prefill beyond noise: {'; '.join(others)}."
+    if newest:
+        differs, broken, positions = (
+            sum(row[name] for row in newest.values()) for name in ("top_differs", "against_the_rule", "positions")
+        )
+        words += f" The text can change, but only where two tokens were nearly tied: of {positions:.0f} positions "
+        words += f"{differs:.0f} have another top token, {broken:.0f} of them against that rule."
+    return words.strip()
+
+
+def _gain(key: Key, found: list[Ratio]) -> str:
+    peak, prefill, _, decode = found
+    words = f"{prefill.value:.2f} times as fast with {peak.value:.2f} of the peak, decode {decode.words} ({_place(key)}"
+    known = published.PATHS_FIGURES.get(key[2])
+    return words + (f"; published {known[1]:.2f}, {known[0]:.2f} and {known[3]:.2f})" if known else ")")
+
+
 def _place(key: Key) -> str:
     return f"{key[1]}, {key[2]} tokens, {key[0]}"
 
@@ -85,11 +109,9 @@ def _place(key: Key) -> str:
 def _sure(gains: Mapping[Key, list[Ratio]], newest: Mapping[Key, Row]) -> str:
     broken = sum(row["against_the_rule"] for row in newest.values())
     positions = sum(row["positions"] for row in newest.values())
-    words = f"Not very sure of the size of the gain: {len(gains)} pair(s) of a model and a prompt were timed, of three "
-    words += (
-        f"prompts a model that were published; the rule for the text was broken at {broken:.0f} of {positions:.0f} "
-    )
-    return words + "positions."
+    words = f"Not very sure of the size of the gain: both ways were timed in {len(gains)} case(s) of a model and a "
+    words += "prompt, where three prompts were published; the rule for the text was broken at "
+    return words + f"{broken:.0f} of {positions:.0f} positions."
 
 
 def _where(rows: Rows, timed: Cases) -> str:

@@ -60,6 +60,7 @@ def leak(rows: Rows) -> Finding:
         published.LEAK.text,
         _verdict(rows, families, lost, leaking),
         short=published.LEAK.short,
+        means=_means(families, lost, leaking),
     )
     finding.answer = [_where(rows, families), *MECHANISM, MEND]
     tables = [_patterns(rows), _families(names, families), _ceilings(leaking, families)]
@@ -86,6 +87,20 @@ def _verdict(rows: Rows, families: Families, lost: dict[str, float], leaking: Se
     if chain != chain or not lost:
         word = "Reproduced in part" if leaking or bare else "Can't tell"
     return Judgement(word, _sentence(listed(said)), _sure(families, leaking))
+
+
+def _means(families: Families, lost: dict[str, float], leaking: Sequence[str]) -> str:
+    if not lost:
+        return ""
+    if not leaking:
+        return f"mlx-lm's loop keeps no buffer in any of {len(lost)} families."
+    ends = {name: middle(families[name, "mlx_lm alone"], "ceiling_metal") for name in leaking}
+    first = min(ends, key=lambda name: ends[name])
+    words = f"mlx-lm's batched loop, which `mlx_lm.server` runs, keeps {_range(lost, leaking)} a token in "
+    words += f"{len(leaking)} of {len(lost)} families as long as its batch lives. A tiny {first} at "
+    words += f"{cell(lost[first])} a token would use up Metal's {METAL:,} at token {cell(ends[first])}; a real model "
+    words += "has more layers and so ends sooner, as the published ones did. Evaluating the caches' state in each "
+    return words + f"step mends it: {listed(_guarded(families)) or 'Marathon was not measured'}."
 
 
 def _sentence(words: str) -> str:

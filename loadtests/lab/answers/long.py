@@ -106,6 +106,7 @@ def long(rows: Rows) -> Finding:
         published.LONG.text,
         _verdict(runs),
         short=published.LONG.short,
+        means=_means(runs),
     )
     finding.answer = [_where(rows), CORRECTION, *_doubts(runs), *_batches(runs)]
     finding.tables = [_answers(runs), _samples(runs)]
@@ -142,6 +143,20 @@ def _verdict(runs: Sequence[Curve]) -> Judgement:
     )
     sure += f"{len(runs) - len(whole)} curves are sampled and so are no answers."
     return Judgement(word, words, sure)
+
+
+def _means(runs: Sequence[Curve]) -> str:
+    whole = [run for run in runs if not run.sampled]
+    if not whole:
+        return ""
+    longest = THOUSAND * max(run.last["thousand"] for run in whole)
+    words = f"{len(whole)} answers went on to their end, the longest to {longest:,.0f} tokens. {_buffers(whole)}"
+    kept = [run.corrected for run in whole if run.corrected == run.corrected]
+    if not kept:
+        return words
+    words += " They slow down as their caches grow; beyond that the last thousand keeps "
+    words += " to ".join(dict.fromkeys(f"{end(kept):.2f}" for end in (min, max)))
+    return words + f" of the second thousand's speed, where the bound is {KEPT}."
 
 
 def _named(run: Curve) -> str:

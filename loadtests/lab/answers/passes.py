@@ -44,6 +44,7 @@ def passes(rows: Rows) -> Finding:
         published.PASSES.text,
         _verdict(lines),
         short=published.PASSES.short,
+        means=_means(lines),
     )
     finding.answer = [FORMULA, _where(rows, lines), *_beside(lines)]
     finding.tables = [_table(lines)]
@@ -86,6 +87,25 @@ def _verdict(lines: Lines) -> Judgement:
     sure = f"{fitting} of {len(every)} measurements are a line (R² at least {FITS}); the others say nothing of passes"
     words = "Passes, concatenating and step-allocated: " + "; ".join([*said, *_besides(lines)]) + "."
     return Judgement(_word(both, len(places)), words, sure + ", and no pass count here is a measurement of traffic.")
+
+
+def _means(lines: Lines) -> str:
+    """What a long cache adds to a step, of each model on each device."""
+    places = list(dict.fromkeys(key[:2] for key in lines))
+    return " ".join(_meant(place, lines) for place in places if (*place, "step") in lines)
+
+
+def _meant(place: Key, lines: Lines) -> str:
+    """Of the step-allocated cache, with the concatenating one beside it."""
+    device, shape = place
+    rows = lines[*place, "step"][-1]
+    points = [row for row in rows if row["point"] == "context"]
+    first, last = points[0], points[-1]
+    words = f"On {device} a step of {shape} takes {cell(first['ms'])} ms over {cell(first['context'])} tokens of "
+    words += f"step-allocated cache and {cell(last['ms'])} ms over {cell(last['context'])}: {_passes(rows)}"
+    if (*place, "concatenate") in lines:
+        words += f", and {_passes(lines[*place, 'concatenate'][-1])} with a concatenating cache"
+    return words + "."
 
 
 def _word(both: Sequence[Ratio], places: int) -> str:

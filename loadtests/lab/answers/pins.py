@@ -18,6 +18,7 @@ def pins(rows: Rows) -> Finding:
         published.PINS.text,
         _verdict(rows),
         short=published.PINS.short,
+        means=_means(rows),
     )
     finding.answer = [
         f"Measured on {listed(devices(rows))} with `mx.get_array_buffer_size`, one process a model; bytes are "
@@ -59,6 +60,19 @@ def _verdict(rows: Rows) -> Judgement:
         word += "; in mlx-lm by another cause"
     words = "; ".join(said) + "."
     return Judgement(word, words[:1].upper() + words[1:], sure + "; real sizes and Metal's pages weren't measured.")
+
+
+def _means(rows: Rows) -> str:
+    ours, theirs = _split(rows)
+    words = "MLX's pool gives no array a buffer of twice its size or more, so that the published waste can't occur."
+    if theirs:
+        views = max(theirs, key=lambda row: row["ratio"])
+        words += " A view can: the caches of a row that mlx-lm takes out of a batch hold up to "
+        words += f"{views['ratio']:.3f} times their bytes ({views['shape']})."
+    if ours:
+        most = max(row["ratio"] for row in ours)
+        words += f" Marathon copies them, and its caches hold at most {most:.3f} times their bytes."
+    return words
 
 
 def _most(ours: Rows) -> str:
