@@ -245,7 +245,7 @@ class TextState:
         block = self._block
         self._block = None
         assert block is not None
-        ended = block.end(whole=whole)
+        ended = block.end(whole=whole, closed=bool(tag))
         self.calls += block.calls
         if ended is not None:
             self._emit(ended)

@@ -64,8 +64,14 @@ def read(*parts: str) -> tuple[str, bool]:
             {"city": "Oslo", "größe": 1, "NaN": 2, "3": None, "x-y": {"True": True}},
         ),
         ('{"a": NaN,}', {"a": "NaN"}),
+        ("{'a': 'x', 'b': [\"y\", 'z'], \"c\": True}", {"a": "x", "b": ["y", "z"], "c": True}),
+        (r"""{'a': 'say "hi", it\'s \u00e9 \"q\"', 'b': '', "c": "it's"}""",
+         {"a": 'say "hi", it\'s é "q"', "b": "", "c": "it's"}),
+        ('{"a": 1, // the first, {"x": "y"}\n "b": /* ** / "c" */ "// no /* remark */", /**/ }',
+         {"a": 1, "b": "// no /* remark */"}),
+        ('{// one\n"a"/* two */:/***/5/* three */}', {"a": 5}),
     ],
-)
+)  # fmt: skip
 def test_what_has_one_meaning_only_is_mended(written: str, meant: dict[str, Any]) -> None:
     for parts in ([written], list(written), [written[:9], written[9:]]):
         text, complete = read(*parts)
@@ -101,6 +107,52 @@ def test_arguments_are_json_where_a_model_writes_line_breaks_in_strings(parser: 
     for parts in ([text], list(text)):
         [call] = read_answer(parser, parts).calls
         assert json.loads(call.arguments) == {"text": "a\n\\d", "on": True}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('{"a": 5', {"a": 5}),
+        ('{"a": "x"\n', {"a": "x"}),
+        ('{"a": [1, {"b": True', {"a": [1, {"b": True}]}),
+        ('{"a": [1, ', {"a": [1]}),
+        ('{"a": "x" // and so on', {"a": "x"}),
+        ("{", {}),
+    ],
+)
+def test_brackets_that_are_missing_before_a_closing_tag_are_closed(written: str, meant: dict[str, Any]) -> None:
+    text = f'<tool_call>\n{{"name": "f", "arguments": {written}</tool_call>'
+    for parts in ([text], list(text)):
+        [call] = read_answer("json_tools", parts).calls
+        assert json.loads(call.arguments) == meant
+    [cut] = read_answer("json_tools", [text.removesuffix("</tool_call>")]).calls
+    assert not cut.arguments.endswith("}"), "what the model may have wanted to go on with isn't complete"
+
+
+def test_a_string_that_doesnt_end_is_never_closed() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "half of it}}\n</tool_call>'
+    for parts in ([text], list(text)):
+        [call] = read_answer("json_tools", parts).calls
+        with pytest.raises(ValueError, match="Unterminated"):
+            json.loads(call.arguments)
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "mistral", "qwen3_coder", "glm47", "pythonic"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *('{"name": "f", "%s": {"a": 5}}' % word for word in ("args", "input", "params", "parameters")),
+        *('{"%s": {"a": 5}, "name": "f"}' % word for word in ("args", "input", "params", "arguments")),
+        *('{"name": "f", "a": 5}', '{"a": 5, "name": "f", "id": "x"}', '{"name": "f", "args": "{\\"a\\": 5}"}'),
+        '{"type": "function", "function": {"name": "f", "a": 5}}',
+    ],
+)
+def test_arguments_are_found_whatever_they_are_called(parser: str, call: str) -> None:
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+    text = module.tool_call_start + call + module.tool_call_end
+    for parts in ([text], list(text)):
+        [found] = read_answer(parser, parts).calls
+        assert (found.name, json.loads(found.arguments)) == ("f", {"a": 5})
 
 
 def refused(constant: str) -> None:

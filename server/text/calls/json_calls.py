@@ -19,6 +19,8 @@ from server.text.calls.json_object import JsonObject
 _OBJECT = re.compile(r'\{\s*"')
 # Members of a call behind its arguments, as Mistral's have an id there.
 MEMBERS = r'(?:\s*,\s*"\w+"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.+-]+))*'
+_ARGUMENTS = ("arguments", "parameters", "args", "params", "input")
+_ABOUT_CALLS = frozenset({"name", "function", "id", "type", "index"})  # members that are no arguments
 _REST = re.compile(MEMBERS + r"\s*\}")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
@@ -70,12 +72,21 @@ def written(call: Any) -> ModelCall:
         call = {"name": call["function"]} | call
     if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not name:
         raise ValueError("a call needs a name")
-    arguments = call.get("arguments", call.get("parameters"))
+    arguments = _arguments(call)
     if isinstance(arguments, str):
         text = JsonObject.mended(arguments or "{}")
         json.loads(text)  # text in a string must be JSON itself
         return ModelCall(name, text, call.get("id"))
     return ModelCall(name, dumped(arguments or {}), call.get("id"))
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    """What a call says of its arguments. Models that were trained on another format call them otherwise, or write them
+    beside the name."""
+    for name in _ARGUMENTS:
+        if name in call:
+            return call[name]
+    return {key: value for key, value in call.items() if key not in _ABOUT_CALLS}
 
 
 def _stray(text: str) -> str:

@@ -1,8 +1,8 @@
 """Arguments that are a JSON object and come in pieces.
 
 Owns where the object ends, and the mending of what models get wrong in it although it has one meaning only: a line
-break or another control character in a string, a backslash that escapes nothing, Python's words, a comma before a
-bracket, a name without quotation marks. `NaN`, `Infinity` and other words that JSON doesn't have become text, as what
+break or another control character in a string, a backslash that escapes nothing, Python's words and quotation marks, a
+comma before a bracket, a comment, a name without quotation marks. `NaN`, `Infinity` and other words that JSON doesn't have become text, as what
 can't be read does in every format. Runs on the event loop; mutable, one for a call. Hands out each piece at once, but
 for a word, a number, a comma or an escape whose meaning depends on the next character.
 """
@@ -19,6 +19,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _NEARLY_NUMBER = re.compile(r"([+-]?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?([eE][+-]?[0-9]+)?")
 _IN_WORDS = frozenset("+-._$")
+_CLOSING = {"{": "}", "[": "]"}
 
 
 class JsonObject:
@@ -30,8 +31,10 @@ class JsonObject:
     """
 
     def __init__(self) -> None:
-        self._depth = 0
+        self._open: list[str] = []  # the brackets that will close what is open, the outermost first
         self._held = ""  # what needs the next characters to be understood
+        self._quote = '"'  # the one that ends the string that is being read
+        self._comment = ""  # the beginning of a comment that is being left out, and its last character
         self.in_string = False
         self.complete = False
 
@@ -40,7 +43,7 @@ class JsonObject:
         """What is whole already; what follows the object stays as it is."""
         made = cls()
         ready, taken = made.read(text)
-        return ready + made.rest() + text[taken:]
+        return ready + made.ending() + text[taken:]
 
     def read(self, text: str) -> tuple[str, int]:
         """What to hand out, and how much of `text` belongs to the object."""
@@ -53,7 +56,18 @@ class JsonObject:
 
     def rest(self) -> str:
         """What wasn't handed out, when nothing follows."""
+        if self._comment == "/":
+            return self._held + "/"
         return self._held
+
+    def ending(self) -> str:
+        """What wasn't handed out of an object that its author takes for complete, and the brackets that it lacks. None
+        are put behind a string that doesn't end: what belongs to it isn't known."""
+        if self.in_string or not self._open:
+            return self.rest()
+        last = self._meaning("}")
+        self._held = ""
+        return last + "".join(reversed(self._open))
 
     def _within(self, char: str) -> str:
         """The next character of a string."""
@@ -62,8 +76,11 @@ class JsonObject:
         if char == "\\":
             self._held = char
             return ""
-        if char == '"':
+        if char == self._quote:
             self.in_string = False
+            return '"'
+        if char == '"':
+            return '\\"'
         return _plain(char)
 
     def _escape(self, char: str) -> str:
@@ -86,6 +103,8 @@ class JsonObject:
 
     def _between(self, char: str) -> str:
         """The next character outside of strings."""
+        if self._comment or char == "/":
+            return self._remark(char)
         if self._goes_on(char):
             self._held += char
             return ""
@@ -94,14 +113,32 @@ class JsonObject:
         if char == "," or _is_of_word(char):
             self._held = char
             return before
-        if char == '"':
+        return before + self._mark(char)
+
+    def _mark(self, char: str) -> str:
+        """A character that is no part of a word."""
+        if char in "\"'":
             self.in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-            self.complete = self._depth == 0
-        return before + char
+            self._quote = char
+            return '"'
+        if char in _CLOSING:
+            self._open.append(_CLOSING[char])
+        elif char in "}]" and self._open:
+            self._open.pop()
+            self.complete = not self._open
+        return char
+
+    def _remark(self, char: str) -> str:
+        """The next character of a comment, or of what begins like one and is none."""
+        begun = self._comment
+        if begun == "/" and char not in "/*":
+            before = self._meaning("/")
+            self._comment = ""
+            self._held = ""
+            return before + "/" + self._between(char)
+        ends = (begun[:2] == "//" and char == "\n") or (begun == "/**" and char == "/")
+        self._comment = "" if ends else begun[:2] + char
+        return ""
 
     def _goes_on(self, char: str) -> bool:
         """Whether a character belongs to the word or comma that is held."""

@@ -90,11 +90,12 @@ class Block:
                 text = self._read_head(text, pieces)
         return pieces
 
-    def end(self, *, whole: bool) -> list[CallPiece | str] | None:
+    def end(self, *, whole: bool, closed: bool) -> list[CallPiece | str] | None:
         """What is left when the block is complete, or the answer is: calls, and text that belongs to none. None: there
-        is no call in the block, show its text. `whole`: nothing was cut off."""
+        is no call in the block, show its text. `whole`: nothing was cut off; `closed`: the model wrote the closing
+        tag."""
         if self._object is not None:
-            rest = self._object.rest()
+            rest = self._object.ending() if closed else self._object.rest()
             return [CallArguments(self._first + self.calls - 1, rest)] if rest else []
         if self.calls:
             return self._pieces_of(call_formats.read_rest(self._form, self._text))
