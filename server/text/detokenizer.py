@@ -212,9 +212,11 @@ class TextState:
             self._close_block(segment.tag)
 
     def _stay_in_block(self, form: ToolFormat, tag: str) -> None:
-        """The tag may be part of an argument."""
+        """The tag may be part of an argument, and is if the argument has its opening one, too."""
         self._channels.enter(TOOL)
-        if self._doubt is None:
+        if self._block is not None and self._block.quotes_tags:
+            self._emit(self._block.feed(tag))
+        elif self._doubt is None:
             self._doubt = _Doubt(tag, form.start)
         else:
             self._doubt.add(tag)

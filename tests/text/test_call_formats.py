@@ -378,6 +378,53 @@ def test_a_closing_tag_inside_an_argument_is_part_of_it_unless_another_block_fol
     assert [call.arguments for call in found.calls] == ['{"text": "x', "{}"]
 
 
+@pytest.mark.parametrize("parser", WRITERS)
+def test_an_argument_may_quote_whole_blocks_of_calls(parser: str) -> None:
+    """As what an agent writes into a file about tool calls does."""
+    one = WRITERS[parser]([("f", {"count": 5})])
+    form = spelled(parser).tool_format
+    assert form is not None
+    texts = [one, f"{one}\n{one}", f"First: {one}\nthen: {one} {one}.", f"{form.start}{form.end}{form.start}{form.end}"]
+    for text in texts:
+        if AMBIGUOUS.get(parser, lambda _: False)(text) or text.startswith("\n"):
+            continue
+        calls: list[Call] = [("f", {"text": text, "count": 5}), ("get-time", {"text": text})]
+        if parser == "pythonic":
+            calls = calls[:1]
+        found = whole_and_in_pieces(parser, WRITERS[parser](calls) + ("" if parser == "mistral" else "\nDone."))
+        assert read(found) == calls
+        assert found.content == ("" if parser == "mistral" else "Done.")
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("[TOOL_CALLS]get-time", [("get-time", {})]),
+        ("[TOOL_CALLS]get-time[ARGS]", [("get-time", {})]),
+        ('[TOOL_CALLS]f{"text": "x"}', [("f", {"text": "x"})]),
+        ('[TOOL_CALLS]f{"text": "x"}[TOOL_CALLS]get-time{}\n', [("f", {"text": "x"}), ("get-time", {})]),
+        ('[TOOL_CALLS]f[ARGS]{"text": "x"}[TOOL_CALLS]get-time[ARGS]', [("f", {"text": "x"}), ("get-time", {})]),
+        ('[TOOL_CALLS]f[CALL_ID]abcdefgh1{"text": "x"}', [("f", {"text": "x"})]),
+        ('[TOOL_CALLS]maps.v2/find-all[ARGS]{"text": "x"}', [("maps.v2/find-all", {"text": "x"})]),
+        ("[TOOL_CALLS]find[ARGS]", []),
+    ],
+)
+def test_a_call_of_mistrals_may_lack_a_tag_or_arguments(text: str, calls: list[Call]) -> None:
+    found = whole_and_in_pieces("mistral", text)
+    assert read(found) == calls
+    assert found.content == ("" if calls else text)
+
+
+@pytest.mark.parametrize("parser", ["glm47", "laguna", "longcat", "gemma4", "function_gemma"])
+def test_a_call_without_arguments_may_be_a_tools_name(parser: str) -> None:
+    form = spelled(parser).tool_format
+    assert form is not None
+    before = "call:" if "gemma" in parser else ""
+    assert read(whole_and_in_pieces(parser, f"{form.start}{before}get-time\n{form.end}")) == [("get-time", {})]
+    other = f"{form.start}{before}nothing{form.end}"
+    assert whole_and_in_pieces(parser, other) == Answer(other)
+
+
 def test_a_call_of_qwen3_coders_needs_no_tag_around_it() -> None:
     call = qwen([("f", {"text": "x"})]).removeprefix("<tool_call>\n")
     for text in (call, call.removesuffix("</tool_call>")):

@@ -141,8 +141,8 @@ def test_a_string_that_doesnt_end_is_never_closed() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        *('{"name": "f", "%s": {"a": 5}}' % word for word in ("args", "input", "params", "parameters")),
-        *('{"%s": {"a": 5}, "name": "f"}' % word for word in ("args", "input", "params", "arguments")),
+        *('{"name": "f", "' + word + '": {"a": 5}}' for word in ("args", "input", "params", "parameters")),
+        *('{"' + word + '": {"a": 5}, "name": "f"}' for word in ("args", "input", "params", "arguments")),
         *('{"name": "f", "a": 5}', '{"a": 5, "name": "f", "id": "x"}', '{"name": "f", "args": "{\\"a\\": 5}"}'),
         '{"type": "function", "function": {"name": "f", "a": 5}}',
     ],

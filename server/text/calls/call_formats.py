@@ -6,23 +6,29 @@ finds a call mlx-lm's own parser may. Runs on the event loop; pure. Never raises
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 from server.text.calls import json_calls, marked_calls, spelled_calls
 from server.text.calls.arguments import ModelCall, Parameters, Value
+from server.text.calls.json_object import JsonObject
 from server.text.calls.literals import container
-from server.text.calls.markup import MARKUPS
+from server.text.calls.markup import MARKUPS, MISTRAL_NAME
 from server.text.calls.spelled_calls import NOTATIONS
 from server.text.tokenizer import ToolFormat
 
 # Formats whose parsers take any text for a call. What they find counts only where it names a tool.
 _GUESSING = frozenset({"glm47", "laguna"})
-_NAMES_FIRST = _GUESSING | {"longcat"}
+_NAMES_FIRST = _GUESSING | {"longcat", "gemma4", "function_gemma"}
+_BEFORE_NAME = re.compile(r"\A\s*(?:call:)?\s*")  # Gemma's
 # What a call begins with where the tag around calls is forgotten, as Qwen3-Coder often does.
 UNTAGGED = {"qwen3_coder": "<function="}
 # Formats in which a call's name and arguments are members of one object.
 _IN_OBJECTS = frozenset({"json_tools", "mistral"})
+_MISTRAL_CALL = re.compile(
+    rf"\s*(?P<name>{MISTRAL_NAME})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?P<arguments>\{{.*)?", re.DOTALL
+)
 _CALL_END = re.compile(r"\A\s*<\|tool_call_end\|>")  # Kimi's
 _LAYOUT = re.compile(
     r"[\s,\[\]{}()]|```(?:json)?|</?(?:tool_call|function|parameter|invoke)>|<\|tool_call_(?:begin|end)\|>"
@@ -40,7 +46,12 @@ def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, who
         return _read_several(form, text, tools)
     guesses = []
     if whole:
-        guesses = [_by_name(form, text, tools), _by_literal(text), _by_mlx_lm(form, text, tools)]
+        guesses = [
+            _by_mistrals_tags(form, text, tools),
+            _by_name(form, text, tools),
+            _by_literal(text),
+            _by_mlx_lm(form, text, tools),
+        ]
     for parts in (found, json_calls.read(text), *guesses):
         if any(isinstance(part, ModelCall) for part in parts):
             return [part for part in parts if isinstance(part, ModelCall) or _says(form, part)]
@@ -55,8 +66,10 @@ def read_untagged(form: ToolFormat, text: str, tools: list[dict[str, Any]] | Non
     return []
 
 
-def read_rest(form: ToolFormat, text: str) -> Parts:
+def read_rest(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> Parts:
     """What stands behind the arguments of a block's last JSON call."""
+    if whole and form.start in text and (more := _by_mistrals_tags(form, json_calls.behind_arguments(text), tools)):
+        return more
     if form.name in _IN_OBJECTS:
         rest = json_calls.behind_arguments(text)
     else:
@@ -98,10 +111,36 @@ def _by_format(name: str, text: str, tools: list[dict[str, Any]] | None, *, whol
 
 def _by_name(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
     """A call without arguments, of a format in which that is nothing but a name."""
-    call = ModelCall(text.strip(), {})
+    call = ModelCall(_BEFORE_NAME.sub("", text).strip(), {})
     if form.name in _NAMES_FIRST and _names_tool(call, tools):
         return [call]
     return []
+
+
+def _by_mistrals_tags(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
+    """Calls of Mistral's without arguments, or without the tag before them. Each must name a tool."""
+    if form.name != "mistral":
+        return []
+    parts: Parts = []
+    for written in text.split(form.start):
+        match = _MISTRAL_CALL.fullmatch(written)
+        arguments = ""
+        if match:
+            arguments = JsonObject.mended(match["arguments"] or "{}").rstrip()
+        if match and _is_object(arguments) and _names_tool(call := ModelCall(match["name"], arguments), tools):
+            parts.append(call)
+        elif written.strip():
+            parts.append(written)
+    if any(isinstance(part, ModelCall) for part in parts):
+        return parts
+    return []
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _by_literal(text: str) -> Parts:

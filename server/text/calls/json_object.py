@@ -2,9 +2,9 @@
 
 Owns where the object ends, and the mending of what models get wrong in it although it has one meaning only: a line
 break or another control character in a string, a backslash that escapes nothing, Python's words and quotation marks, a
-comma before a bracket, a comment, a name without quotation marks. `NaN`, `Infinity` and other words that JSON doesn't have become text, as what
-can't be read does in every format. Runs on the event loop; mutable, one for a call. Hands out each piece at once, but
-for a word, a number, a comma or an escape whose meaning depends on the next character.
+comma before a bracket, a comment, a name without quotation marks. `NaN`, `Infinity` and other words that JSON doesn't
+have become text, as what can't be read does in every format. Runs on the event loop; mutable, one for a call. Hands out
+each piece at once, but for a word, a number, a comma or an escape whose meaning depends on the next character.
 """
 
 from __future__ import annotations

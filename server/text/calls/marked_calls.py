@@ -107,7 +107,7 @@ class MarkedCalls:
     def _end(self, start: int, expected: Callable[[str], bool]) -> tuple[int, int]:
         """Where a value ends, and where it goes on behind that; -1 and the text's end if it doesn't end."""
         close, balanced = self._close(start)
-        self.open = not balanced
+        self.open = self.open or not balanced
         if not balanced:  # either the value speaks of tags, or the model has forgotten to close it
             if close:
                 until = close.start()

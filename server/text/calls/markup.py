@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MISTRAL_NAME = r"[^\s\[\]{}\",:]+"  # of a function, between Mistral's tags
+
 
 @dataclass(frozen=True, slots=True)
 class Markup:

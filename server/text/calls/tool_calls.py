@@ -16,6 +16,7 @@ from server.text.calls import call_formats, json_calls
 from server.text.calls.arguments import ModelCall, Parameters
 from server.text.calls.call_ids import CallIds
 from server.text.calls.json_object import JsonObject
+from server.text.calls.markup import MISTRAL_NAME
 from server.text.tokenizer import ToolFormat
 
 _MOST_LOOKS = 100  # at a block's text for the meaning of a closing tag; each reads all of it
@@ -28,7 +29,7 @@ _REST = json_calls.MEMBERS  # of the call before
 _HEADS = {
     "json_tools": re.compile(rf"{_REST}[\s,\[\]}}]*{_OBJECT}(?=\{{)"),
     "mistral": re.compile(
-        rf"{_REST}(?:\[TOOL_CALLS\]|[\s,\[\]}}])*(?:{_OBJECT}|(?P<bare>[\w-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*)(?=\{{)"
+        rf"{_REST}(?:\[TOOL_CALLS\]|[\s,\[\]}}])*(?:{_OBJECT}|(?P<bare>{MISTRAL_NAME})\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*)(?=\{{)"
     ),
     "kimi_k2": re.compile(
         r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?(?P<bare>[^\s:<]+)(?::\d+)?)\s*"
@@ -58,6 +59,32 @@ class CallArguments:
 CallPiece = CallBegin | CallArguments
 
 
+class NestedTags:
+    """Counts the opening tags in a text that no closing one has followed; mutable, for one text.
+
+    Attributes:
+        open: how many there are.
+    """
+
+    def __init__(self, opening: str, closing: str) -> None:
+        self._opening = opening
+        self._tags = re.compile("|".join(re.escape(tag) for tag in (opening, closing) if tag) or "(?!)")
+        self._longest = max(len(opening), len(closing))
+        self._behind = ""  # what may be the beginning of a tag
+        self.open = 0
+
+    def read(self, text: str) -> None:
+        whole = self._behind + text
+        at = 0
+        for match in self._tags.finditer(whole):
+            at = match.end()
+            if match[0] == self._opening:
+                self.open += 1
+            else:
+                self.open = max(0, self.open - 1)
+        self._behind = whole[max(at, len(whole) - self._longest + 1) :]
+
+
 class Block:
     """The text between one pair of tool tags; mutable, owned by one answer.
 
@@ -79,10 +106,12 @@ class Block:
         self._tail = ""  # the same, as long as a call may be emitted early
         self._object: JsonObject | None = None  # the arguments that are being read
         self._looks = 0
+        self._nested = NestedTags(form.start, form.end)
         self.calls = 0
 
     def feed(self, text: str) -> list[CallPiece]:
         pieces: list[CallPiece] = []
+        self._nested.read(text)
         while text:
             if self._object:
                 text = self._read_arguments(text, pieces)
@@ -98,7 +127,7 @@ class Block:
             rest = self._object.ending() if closed else self._object.rest()
             return [CallArguments(self._first + self.calls - 1, rest)] if rest else []
         if self.calls:
-            return self._pieces_of(call_formats.read_rest(self._form, self._text))
+            return self._pieces_of(call_formats.read_rest(self._form, self._text, self._tools, whole=whole))
         if self._untagged:
             read = call_formats.read_untagged
         else:
@@ -116,6 +145,11 @@ class Block:
         if self._untagged:
             return self.whole_text
         return "".join(self._parts)
+
+    @property
+    def quotes_tags(self) -> bool:
+        """Whether the next closing tag has its opening one in the text: an argument quotes a block of calls."""
+        return self._nested.open > 0
 
     @property
     def in_value(self) -> bool:
