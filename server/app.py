@@ -17,6 +17,8 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
 
 import server
 from server.api import (
@@ -44,6 +46,8 @@ from server.settings import Settings, is_loopback
 from server.supervision.caffeinate import while_busy
 from server.supervision.supervisor import Supervisor
 from server.text.tokenizer import Tokenizer
+
+METHODS = {"GET": "GET", "HEAD": "GET", "POST": "POST", "DELETE": "DELETE"}  # → that of the route that answers
 
 
 def create_app(served: AppContext) -> FastAPI:
@@ -127,7 +131,7 @@ def _add_middleware(app: FastAPI, served: AppContext) -> None:
             Cors,
             allow_origins=settings.cors_origins,
             allow_origin_regex=any_port(settings.cors_origins),
-            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_methods=list(METHODS),
             allow_credentials="*" not in settings.cors_origins,  # cookies of a proxy before us: only for named pages
             allow_headers=["*"],  # answered with the names that were asked for: `*` alone wouldn't cover Authorization
             allow_private_network=True,
@@ -149,7 +153,8 @@ def _add_handlers(app: FastAPI) -> None:
         path = request.url.path[:200]
         method = request.method
         if error.status_code == 405:
-            return refusal(request.scope, MethodError(f"{path} doesn't take {method}"), error.headers)
+            allowed = {"Allow": ", ".join(_methods_of(app, request.scope))}
+            return refusal(request.scope, MethodError(f"{path} doesn't take {method}"), allowed)
         if error.status_code == 404:
             return refusal(request.scope, UnknownUrl(f"There is no {path} here"))
         return refusal(request.scope, InvalidValue(str(error.detail)))
@@ -158,3 +163,13 @@ def _add_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         return refusal(request.scope, InvalidValue(str(first["msg"]), param=str(first["loc"][-1])))
+
+
+def _methods_of(app: FastAPI, scope: Scope) -> list[str]:
+    """What a path takes. Starlette names the methods of the first of the path's routes alone, and there is one a
+    method."""
+    return [method for method, routed in METHODS.items() if _is_routed(app, {**scope, "method": routed})]
+
+
+def _is_routed(app: FastAPI, scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in app.routes)

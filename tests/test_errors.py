@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import USER, engine, run_server
+from serving import USER, Site, engine, run_server
 
 from server import errors
 from server.api.output.schema import ErrorBody
@@ -26,6 +26,7 @@ def tree(root: type[RequestError] = RequestError) -> Iterator[type[RequestError]
         yield from tree(kind)
 
 
+CHAT = "/v1/chat/completions"
 ALL = list(tree())
 
 
@@ -68,7 +69,28 @@ async def test_unknown_routes_and_methods_have_the_error_body() -> None:
             assert answer.status_code == status, (method, path)
             assert ErrorBody.model_validate_json(answer.content).error.code == code
             assert answer.headers["content-type"] == "application/json"
-        assert (await site.client.get("/v1/completions")).headers["allow"] == "POST"
+
+
+async def test_a_method_that_a_path_does_not_take_is_refused_with_all_that_it_takes() -> None:
+    async with run_server() as site:
+        for path in (
+            "/v1/completions",
+            CHAT,
+            f"{CHAT}/x",
+            "/v1/responses/x",
+            "/v1/models",
+            "/v1/models/a/b",
+            "/",
+            "/live",
+        ):
+            allowed = {name: await _is_taken(site, name, path) for name in ("GET", "HEAD", "POST", "DELETE", "PUT")}
+            answer = await site.client.put(path)
+            assert answer.status_code == 405
+            assert answer.headers["allow"] == ", ".join(name for name, taken in allowed.items() if taken), path
+
+
+async def _is_taken(site: Site, method: str, path: str) -> bool:
+    return (await site.client.request(method, path)).status_code != 405
 
 
 async def test_a_request_that_is_no_http_has_the_error_body() -> None:
@@ -91,6 +113,23 @@ async def test_bodies_that_are_no_json_object_are_400(body: bytes) -> None:
             answer = await site.client.post(path, content=body)
             assert answer.status_code == 400
             assert ErrorBody.model_validate_json(answer.content).error.code == "invalid_value"
+
+
+async def test_a_body_that_cannot_be_read_is_described_in_the_words_of_json() -> None:
+    digits = b"1" * 5000
+    async with run_server() as site:
+        for body, words in (
+            (b"", "empty"),
+            (b" \r\n", "empty"),
+            (b'{"x": %b}' % digits, "an integer of more than"),
+            (b'{"prompt": "x", "guided_json": "{\\"const\\": %b}"}' % digits, "an integer of more than"),
+            (b'{"x": -Infinity}', "-Infinity is no JSON number"),
+        ):
+            error = ErrorBody.model_validate_json(
+                (await site.client.post("/v1/completions", content=body)).content
+            ).error
+            assert words in error.message
+            assert "sys." not in error.message
 
 
 @pytest.mark.parametrize("depth", [200, 400, 600, 800])

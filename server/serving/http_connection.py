@@ -13,8 +13,9 @@ What uvicorn 0.54's httptools protocol does otherwise, and what is done here ins
   request would be read as that body.
 - A client that stops in the middle of a head or a body keeps its connection for ever (https://github.com/Kludex/uvicorn/issues/157).
   Here it is answered 408.
-- Heads of any size are collected; trailers become headers; a target in absolute form leaves the Host header in force; a
-  request for another protocol loses its body; HTTP/1.0 clients get chunks.
+- Heads of any size are collected; blanks behind a header's value stay in it; trailers become headers; a target in
+  absolute form leaves the Host header in force; a request for another protocol loses its body; HTTP/1.0 clients get
+  chunks.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # else it is a trailer, and nothing here reads those
-            super().on_header(name, value)
+            super().on_header(name, value.strip(b" \t"))
 
     def on_headers_complete(self) -> None:
         self._in_head = False

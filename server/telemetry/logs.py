@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from server.telemetry.progress_bar import CLEAR, is_terminal
 OURS = ("marathon", "server")
 STRAY = "stderr"  # logger of the lines that came past the log
 _STRAY_SECONDS = 2.0  # between two states of a progress bar
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class Lines(logging.Formatter):
@@ -37,7 +39,7 @@ class Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         facts = "".join(f" {name}={plain(value)}" for name, value in facts_of(record).items() if value is not None)
-        line = f"{clock} {record.levelname.lower():7} {self._process}{record.getMessage()}{facts}"
+        line = f"{clock} {record.levelname.lower():7} {self._process}{one_line(record.getMessage())}{facts}"
         if record.exc_info:
             return f"{line}\n{self.formatException(record.exc_info)}"
         return line
@@ -79,6 +81,11 @@ def facts_of(record: logging.LogRecord) -> dict[str, Any]:
     if isinstance(facts, dict):
         return facts
     return {}
+
+
+def one_line(message: str) -> str:
+    """A message as text lines have it: it may quote a client, who could end the line and forge another one."""
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], message)
 
 
 def plain(value: object) -> str:

@@ -61,6 +61,16 @@ async def test_a_host_that_is_none_is_400_and_a_foreign_one_403(site: Site, host
         assert status == 200 or answer.error.message
 
 
+async def test_blanks_around_a_header_are_no_part_of_it(site: Site) -> None:
+    for blank in (" ", "\t", " \t "):
+        lines = [f"{name}:{blank}{value}{blank}" for name, value in (("Host", "localhost"), ("X-Request-Id", "abc"))]
+        async with connected(site, head("GET", "/live", *lines, host=False)) as wire:
+            answer = await wire.answer()
+            assert (answer.status, answer.headers["x-request-id"]) == (200, "abc")
+        async with connected(site, head("POST", TEXT, COUNTED, f"Expect:{blank}100-continue{blank}")) as wire:
+            assert await wire.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
 async def test_a_target_in_absolute_form_names_the_host(site: Site) -> None:
     for target, lines, status in (
         ("http://localhost:8080/v1/models?x=1", ["Host: evil.example"], 200),

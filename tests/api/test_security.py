@@ -230,6 +230,26 @@ def test_lines_for_people_cannot_be_broken_by_clients() -> None:
     assert line.endswith(r'GET / id="a\nb" seconds=0.12345 model=tiny')
 
 
+async def test_no_path_forges_a_line_or_fills_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with run_server() as site:
+        for path in ("a%0a2026-01-01 00:00:00 info", "%0d%1b[2J", "%e2%80%a8x%c2%85", "a b", "%22", "%00", "x" * 9000):
+            assert (await site.client.get(f"/v1/{path}")).status_code == 404
+    for made in lines(caplog):
+        for line in (logs.Lines().format(made), logs.JsonLines().format(made)):
+            assert len(line.splitlines()) == 1
+            assert all(character.isprintable() for character in line)
+            assert len(line) < 500
+        assert len(logs.Lines().format(made).partition(" 404 ")[0].split("GET ")) == 2
+
+
+@pytest.mark.parametrize("sign", [chr(code) for code in (0, 7, 8, 10, 13, 27, 127, 133, 155, 0x2028, 0x2029)])
+def test_a_message_that_quotes_a_client_stays_one_line(sign: str) -> None:
+    line = logs.Lines().format(record(f"left out: a{sign}b"))
+    assert line.isprintable()
+    assert len(line.splitlines()) == 1
+
+
 def test_lines_for_machines_are_json() -> None:
     line = json.loads(logs.JsonLines().format(record("GET /", id="a\nb", finish="stop")))
     assert (line["message"], line["id"], line["finish"], line["level"]) == ("GET /", "a\nb", "stop", "info")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -46,6 +47,8 @@ async def read(request: Request, cap: int) -> bytes:
 def parse(body: bytes) -> dict[str, Any]:
     """The JSON object in the body, a byte order mark before it or not. Halves of surrogate pairs become U+FFFD: no
     tokenizer could take them."""
+    if not body.strip():
+        raise InvalidValue("The body is empty; it must be a JSON object")
     try:
         value = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant)
         if _ESCAPED_SURROGATE.search(body):
@@ -54,8 +57,10 @@ def parse(body: bytes) -> dict[str, Any]:
         raise InvalidValue("The body isn't valid UTF-8") from None
     except RecursionError:
         raise InvalidValue("The body is nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise InvalidValue(f"The body isn't valid JSON: {error}") from None
+    except ValueError:
+        raise InvalidValue(f"The body has {too_long_integer()}") from None
     if not isinstance(value, dict):
         raise InvalidValue("The body must be a JSON object")
     return value
@@ -71,8 +76,13 @@ def validate(model: type[Model], body: bytes) -> Model:
         raise InvalidValue("The body is nested too deeply") from None
 
 
+def too_long_integer() -> str:
+    """What JSON has that Python reads nonetheless not, since that takes the square of the number's length."""
+    return f"an integer of more than {sys.get_int_max_str_digits()} digits"
+
+
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise InvalidValue(f"The body isn't valid JSON: {name} is no JSON number")
 
 
 def _mend(value: Any) -> Any:

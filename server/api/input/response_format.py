@@ -14,6 +14,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from server.api.input.body import too_long_integer
 from server.api.input.schema import GenerationRequest, SamplingFields, StructuredOutputs
 from server.errors import InvalidValue, UnsupportedParameter, one_line
 from server.grammar import build, gbnf, user_grammar
@@ -152,8 +153,10 @@ def _json(value: Any, param: str) -> AnswerForm:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except json.JSONDecodeError as error:
             raise InvalidValue(f"{param}: this isn't valid JSON: {error}", param=param) from None
+        except ValueError:
+            raise InvalidValue(f"{param}: this has {too_long_integer()}", param=param) from None
     if not isinstance(value, dict | bool):
         raise InvalidValue(f"{param}: a JSON schema is an object", param=param)
     return AnswerForm(param, schema=value)

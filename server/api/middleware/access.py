@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.middleware import anthropic_errors
 from server.errors import Draining, InternalError, RequestError
+from server.telemetry.logs import plain
 
 access_log = logging.getLogger("marathon.access")
 log = logging.getLogger("marathon.api")
@@ -33,6 +34,7 @@ UNSENT = "marathon.unsent"  # says how many bytes of answers the client's machin
 FAULT = "marathon.fault"  # the error that says why the request can't become whole, once it is known
 FILLER = "marathon.filler"  # what may stand between two parts of the answer and means nothing; put there by the answer
 QUIET = frozenset({"/live", "/ready", "/health", "/metrics"})
+MOST_OF_PATH = 200  # characters of it that the log shows
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -82,6 +84,14 @@ def request_id(headers: Headers) -> str:
     if _ID.fullmatch(given):
         return given
     return "req_" + secrets.token_hex(12)
+
+
+def _path(scope: Scope) -> str:
+    """As a line of the log has it. A client may have put anything into it, of the length of a whole head."""
+    path: str = scope["path"]
+    if len(path) > MOST_OF_PATH:
+        path = path[:MOST_OF_PATH] + "…"
+    return plain(path)
 
 
 class Heads:
@@ -155,9 +165,7 @@ class Access:
                 level = logging.DEBUG
             else:
                 level = logging.INFO
-            access_log.log(
-                level, "%s %s %s", method, scope["path"], record.status, extra={"facts": self._facts(record)}
-            )
+            access_log.log(level, "%s %s %s", method, _path(scope), record.status, extra={"facts": self._facts(record)})
 
     def _facts(self, record: CallRecord) -> dict[str, Any]:
         facts: dict[str, Any] = {"seconds": round(self._clock() - record.started, 4), "id": record.request_id}
