@@ -33,7 +33,7 @@ def bench() -> list[Part]:
         Part("pinned", ("--shape", *few), 40),
         Part("cache_kinds", ("--shape", TINY, "--prompts", "513", "2049", "--runs", "2"), 120),
         Part("attention_paths", ("--shape", TINY, "--prompts", "513", "2049", "--runs", "2"), 120),
-        Part("kv_passes", ("--shape", TINY), 240),
+        Part("kv_passes", ("--shape", TINY), 450),
         Part("count", ("--shape", "qwen3_5", "--tokens", "5000"), 90),
     ]
 
@@ -45,7 +45,7 @@ def bench_of(model: str) -> list[Part]:
         Part("pinned", ("--shape", model), 60),
         Part("cache_kinds", ("--shape", model), 600),
         Part("attention_paths", ("--shape", model), 300),
-        Part("kv_passes", ("--shape", model), 300),
+        Part("kv_passes", ("--shape", model), 600),
         Part("count", ("--shape", model), 900),
         Part("endurance", ("--shape", model, "--minutes", "20"), 1230),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -63,6 +63,11 @@ def generate(model: Any, caches: list[Any], prompt: list[int], tokens: int) -> G
         newest = following
     ids.append(on_host(newest)[0])
     return Generation(prefill, first, perf_counter() - started - first, ids)
+
+
+def undisturbed(rounds: Iterable[Sequence[float]]) -> float:
+    """The lowest median of several rounds: what else a machine does meanwhile only adds to a step."""
+    return min(map(median, rounds))
 
 
 def step_seconds(step: Callable[[], None], warm: int, steps: int) -> float:

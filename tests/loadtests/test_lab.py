@@ -26,7 +26,7 @@ from loadtests import (
 )
 from loadtests.lab import __main__ as laboratory
 from loadtests.lab import attention_paths as paths
-from loadtests.lab import caches, counting, experiment, line, suite, traffic
+from loadtests.lab import caches, counting, curve, experiment, line, suite, traffic
 from loadtests.lab import endurance as enduring
 from loadtests.lab import kv_passes as passes
 from loadtests.lab import pinned as weights_of
@@ -242,6 +242,20 @@ def test_a_curve_is_measured_without_a_server(tmp_path, capsys):
     assert rows[0]["tok_s"] > 0
     assert rows[1]["kv_mib"] > 1.5 * rows[0]["kv_mib"]
     capsys.readouterr()
+
+
+def test_a_bare_step_beside_other_work_for_most_of_its_rounds_keeps_its_own_time(monkeypatch):
+    own = [0.010, 0.050]
+    rounds = iter(range(2 * curve.ROUNDS))
+
+    def gaps(step):
+        number = next(rounds)
+        beside_other_work = number // 2 != 4
+        return [own[number % 2] + 0.040 * beside_other_work] * 10
+
+    monkeypatch.setattr(curve, "_gaps", gaps)
+    monkeypatch.setattr(curve, "cache_step", lambda *_: (None, 0))
+    assert curve.reference(None, 1500, 19_500) == {"bare_second_ms": 10.0, "bare_last_ms": 50.0}
 
 
 def test_the_bounds_of_a_curve_can_be_missed():
