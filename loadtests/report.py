@@ -51,8 +51,7 @@ def lead(sheets: dict[str, list[dict[str, Any]]]) -> list[str]:
         "cache array concrete with the step that touched it. Questions A and B are ours. Verdicts are computed from "
         "the rows.",
         f"Measured on: {'; '.join(places)}. Nothing was measured on Metal. Versions: {'; '.join(versions)}. Each "
-        "table says which device, commit and day a row is from. The glossary and the models are at the end; the "
-        "plots are in [report.html](report.html).",
+        "table says which device, commit and day a row is from. The glossary and the models are at the end.",
     ]
 
 

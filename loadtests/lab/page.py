@@ -29,6 +29,7 @@ figure { margin: 1.5rem 0; } figure svg { width: 100%; height: auto; } figcaptio
 }
 """
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+PLOTS = "The plots are in [report.html](report.html), the same report as one page."
 CODE = re.compile(r"`([^`]+)`")
 
 
@@ -142,7 +143,8 @@ def _html_table(table: Table) -> list[str]:
 
 # ---------------------------------------------------------------- Markdown
 def markdown(report: Document) -> str:
-    lines = [f"# {report.title}", "", "\n\n".join(report.lead), "", *_markdown_table(report.summary)]
+    lead = "\n\n".join([*report.lead, PLOTS])
+    lines = [f"# {report.title}", "", lead, "", *_markdown_table(report.summary)]
     for finding in report.findings:
         lines += _markdown_of(finding)
     for chapter in report.chapters:

@@ -48,7 +48,8 @@ def fused(rows: Rows) -> Finding:
     tables = [_gains(timed), _apart(newest)]
     finding.tables = [table for table in tables if len(table.rows) > 1]
     finding.unproven = (
-        "Metal's kernel was not run. The rule on real weights stands on the starter model alone, if at all."
+        "Metal's kernel was not run. The starter model is the only one here with real weights; where both ways give "
+        "it the same logits, the rule had nothing to judge."
     )
     return finding
 
