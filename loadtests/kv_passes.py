@@ -1,7 +1,7 @@
 """How often a decode step goes through the cache: `python -m loadtests.kv_passes [--shape llama] [--kinds step …]`.
 
-Times decode steps over caches of 512 to 32,768 positions: five steps to warm up, then the median of fifty. What else
-the machine does only adds to a step, so that of three rounds over all lengths each keeps its lowest median; the
+Times decode steps over caches of 512 to 32,768 positions: five steps to warm up, then the median of fifteen. What
+else the machine does only adds to a step, so that of eight rounds over all lengths each keeps its lowest median; the
 shortest is measured once more at the end. Fits a line of latency against the bytes of keys and values. Its intercept is
 a step over an empty cache; its slope gives the effective GB/s, and the copy bandwidth divided by that the passes. One
 process a kind of cache; besides mlx-lm's, Marathon's own batch with one row, and with a second one twice as long.
@@ -29,10 +29,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of cache, and Marathon's batch")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, help="positions")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="over all contexts, each of which keeps its lowest median"
+        "--rounds", type=int, default=8, help="over all contexts, each of which keeps its lowest median"
     )
     parser.add_argument("--warm", type=int, default=5, help="steps before the clock starts")
-    parser.add_argument("--steps", type=int, default=50, help="steps that are timed")
+    parser.add_argument("--steps", type=int, default=15, help="steps that are timed")
     parser.add_argument("--copy-mib", type=int, default=1024, help="size of the array that is copied")
     parser.add_argument("--r2", type=float, default=0.98, help="smallest R²")
     return parser.parse_args(arguments)

@@ -88,12 +88,14 @@ def fill(model: Any, caches: list[Any], length: int) -> list[Any]:
 
 
 def _fill_layer(layer: Any, plain: KVCache, left: int) -> None:
-    """`plain` has the shapes of the keys and values that the layer is to hold."""
+    """`plain` has the shapes of the keys and values that the layer is to hold. Each chunk of it has the same content,
+    since drawing one takes longer than all the rest."""
+    size = min(CHUNK, left)
+    drawn = [mx.random.normal((*part.shape[:2], size, part.shape[3])) for part in plain.keys_and_values()]
+    drawn = [part.astype(plain.keys.dtype) for part in drawn]
     while left:
         size = min(CHUNK, left)
-        held = plain.keys_and_values()
-        pair = [mx.random.normal((*part.shape[:2], size, part.shape[3]), dtype=part.dtype) for part in held]
-        layer.update_and_fetch(*pair)
+        layer.update_and_fetch(*(part[:, :, :size] for part in drawn))
         settle([layer])
         left -= size
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 
 from loadtests.lab import caches, line, shapes
-from loadtests.lab.decoding import step_seconds
+from loadtests.lab.decoding import step_seconds, undisturbed
 from server.batching import Batch
 from server.cache_guard import Guard
 from server.compute import attention, cudnn_shapes
@@ -19,7 +18,7 @@ from server.ipc.sequence import Sampling, TokenSequence
 from server.ipc.snapshot import Snapshot
 
 MIB = 1 << 20
-COPIES = 9
+COPIES = 3  # in each round
 FOREVER = 1 << 30
 LOOPS = ("marathon", "marathon beside")
 
@@ -27,15 +26,19 @@ LOOPS = ("marathon", "marathon beside")
 def measure(values: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a context, the first context once more at the end, and one for the line through all of them.
 
-    What else a machine does only adds to a step: of several rounds over the contexts each keeps its lowest median.
+    What else a machine does only adds to a step and to a copy: of several rounds each context keeps its lowest
+    median, and so does the copy.
     `values`: shape, kind (of cache, or one of LOOPS), contexts, rounds, warm, steps, copy_mib.
     """
     if values["kind"] in LOOPS:
         prepare_as_engine()
-    copied = copy_bandwidth(values["copy_mib"] * MIB)
     model = shapes.build(values["shape"])
-    contexts = values["contexts"]
-    rounds = [[point(model, values, context) for context in contexts] for _ in range(values["rounds"])]
+    contexts, size = values["contexts"], values["copy_mib"] * MIB
+    rounds, copies = [], []
+    for _ in range(values["rounds"]):
+        copies.append(copy_seconds(size))
+        rounds.append([point(model, values, context) for context in contexts])
+    copied = 2e-9 * size / undisturbed(copies)
     rows = [min(points, key=lambda row: float(row["ms"])) for points in zip(*rounds, strict=True)]
     rows.append(point(model, values, contexts[0]))
     found = line.fit([row["kv_bytes"] for row in rows[:-1]], [row["ms"] for row in rows[:-1]])
@@ -59,8 +62,8 @@ def prepare_as_engine() -> None:
     attention.install()
 
 
-def copy_bandwidth(size: int) -> float:
-    """GB a second of a copy of `size` bytes; what is read counts, and what is written."""
+def copy_seconds(size: int) -> list[float]:
+    """What copies of `size` bytes take, each of which reads and writes them."""
     source = mx.zeros((size // 4,), dtype=mx.float32)
     mx.eval(source)
     times = []
@@ -68,7 +71,7 @@ def copy_bandwidth(size: int) -> float:
         started = perf_counter()
         mx.eval(source + 1)
         times.append(perf_counter() - started)
-    return 2e-9 * size / median(times)
+    return times
 
 
 def point(model: Any, values: dict[str, Any], context: int) -> dict[str, Any]:

@@ -161,6 +161,23 @@ def test_passes_come_with_a_line_and_the_first_point_once_more(built_once, kind)
     assert ratio == pytest.approx(2)
 
 
+def test_a_line_keeps_the_quickest_round_of_its_points_and_of_the_copy(built_once, monkeypatch):
+    contexts, rounds = [1, 2, 3], iter([3.0, 1.0, 2.0, 1.0])
+    copies = iter([[5.0, 5.0, 5.0], [1.0, 1.0, 9.0], [4.0, 4.0, 4.0]])
+
+    def point(model, values, context):
+        disturbed = next(rounds) if context == 1 else 1.0
+        return {"point": "context", "context": context, "kv_bytes": context, "ms": context * disturbed}
+
+    monkeypatch.setattr(passes, "point", point)
+    monkeypatch.setattr(passes, "copy_seconds", lambda size: next(copies))
+    values = {"shape": "llama", "kind": "step", "contexts": contexts, "rounds": 3, "copy_mib": 1}
+    *points, last = passes.measure(values)
+    assert [row["ms"] for row in points] == [1.0, 2.0, 3.0, 1.0]
+    assert last["r2"] == pytest.approx(1)
+    assert last["copy_gb_s"] == pytest.approx(2e-9 * (1 << 20))
+
+
 def test_attention_in_steps_is_attention(llama):
     prompt = mx.array([list(range(3, 40))])
     fused = llama(prompt, cache=make_prompt_cache(llama))
