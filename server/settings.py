@@ -39,6 +39,9 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 _SHOWN_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (10**9, "GB"), (10**6, "MB"), (2**10, "KiB"))
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
 
+# Extensions of browsers and frames without an origin have one, too.
+_ORIGIN = re.compile(r"\*|null|file://|[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[^\s/:@?#*\[\]]+)(?::(?:\d{1,5}|\*))?")
+
 SECRETS = {"api_key", "api_key_file"}
 Names = list[str]
 
@@ -165,7 +168,8 @@ GROUPS: dict[str, type[BaseModel]] = {
 class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
     """All settings. Construct with `load`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    # No number may be infinite: JSON, in which another process gets the settings, has no word for that.
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     @field_validator(*SIZES, mode="before")
     @classmethod
@@ -207,7 +211,11 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
     @field_validator("cors_origins")
     @classmethod
     def _as_browsers_send_them(cls, origins: list[str]) -> list[str]:
-        return [origin.rstrip("/").lower() for origin in origins]
+        sent = [re.sub(r"(?<=[^/:])/+$", "", origin).lower() for origin in origins]
+        for origin in sent:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin, which has a scheme and no path: https://app.example:8443")
+        return sent
 
     @property
     def base_url(self) -> str:

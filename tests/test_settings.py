@@ -57,6 +57,24 @@ def test_an_empty_variable_is_absent(monkeypatch, name):
 
 
 # ---------------------------------------------------------------- mistakes
+@pytest.mark.parametrize("name", [name for name in Settings.model_fields if name.endswith(("_seconds", "_days"))])
+def test_no_number_is_endless_since_another_process_could_not_be_given_it(name, tmp_path):
+    for value in ("inf", "Infinity", "-inf", "nan", "1e400"):
+        assert option(name) in refusal({name: value})
+    assert name in refusal({}, written(tmp_path, f"{name} = inf\n"))
+
+
+def test_an_origin_that_no_browser_sends_is_refused():
+    for origin in ("localhost:3000", "example", "http://a/b", "http://", "https://*.a.example", "http://a:x", "http://a?b",
+                   "http://u@a", "http://a, b"):  # fmt: skip
+        line = refusal({"cors_origins": f"http://localhost:3000,{origin}"})
+        assert line.startswith("--cors-origins ")
+        assert "is no origin, which has a scheme and no path" in line
+    for origin in ("*", "null", "file://", "http://a", "HTTPS://A.example:8443/", "http://localhost:*", "http://[::1]:80",
+                   "chrome-extension://abcdef", "app://obsidian.md", "tauri://localhost"):  # fmt: skip
+        assert load({"cors_origins": origin}).cors_origins == [origin.lower().replace("8443/", "8443")]
+
+
 @pytest.mark.parametrize("name", ["model", "host", "api_key_file", "cache_dir", "memory_limit", "port", "guard"])
 def test_an_option_that_is_left_empty_is_refused_by_name(tmp_path, name):
     assert refusal({name: ""}).startswith(f"{option(name)} '' is empty")

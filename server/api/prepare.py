@@ -18,7 +18,7 @@ from server.api.input.results import in_call_order
 from server.api.input.sequences import Bounds, most_tokens, sequences, truncated
 from server.api.input.tools import FormConstraint
 from server.api.output.respond import PreparedRequest, ProtocolFormat
-from server.errors import ContextLengthError, RequestError
+from server.errors import ContextLengthError, InvalidValue, RequestError
 from server.ipc.sequence import TokenSequence
 from server.text.detokenizer import TextState
 from server.text.tokenizer import ChatPrompt, Tokenizer
@@ -43,6 +43,9 @@ def prepared(
     names the field at fault."""
     asked = conversation.sampling
     prompt = render(served.tokenizer, conversation, most_tokens(asked, bounds))
+    if not prompt.ids:
+        message = "the model's chat template makes an empty prompt of this conversation"
+        raise InvalidValue(message, param=conversation.param)
     bounds.check_ids(prompt.ids, conversation.param)
     ids = truncated(prompt.ids, asked, bounds, conversation.max_tokens)
     constraint = _constraint(served, conversation, prompt, bounds)

@@ -29,6 +29,7 @@ from server.errors import StartupError, one_line
 from server.ipc.messages import LOADING
 from server.ipc.probe import GROWTH, LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.model_files import model_config
+from server.model_files.stumbles import in_words
 from server.model_files.trial_results import TrialResults
 from server.model_files.weights import only_weights
 
@@ -106,7 +107,7 @@ def load(
             model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
             weights = read_weights(model, on_read)
     except Exception as error:
-        raise StartupError(f"can't load the model in {path}: {one_line(error)}") from error
+        raise StartupError(f"can't load the model in {path}: {in_words(error, 'mlx-lm')}") from error
     if probe is None:
         try:
             probe = _known_or_tried(path, model, weights, on_stage, trials)

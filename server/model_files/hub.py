@@ -20,7 +20,8 @@ from server.model_files.weights import weight_files
 
 ANSWER_SECONDS = 10.0  # for the hub to say anything at all
 _REPOSITORY = re.compile(r"models--(.+)")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+TOKENIZERS = (*VOCABULARIES, "tokenizer_config.json")
 
 
 def hub_folder(hub_id: str, report: ReportProgress) -> Path:

@@ -14,9 +14,12 @@ from server.errors import StartupError
 from server.model_files.hub import hub_folder, hub_id_of, snapshot, whole_snapshot
 from server.model_files.progress import ReportProgress, to_log
 from server.model_files.starter import NAME, ensure_starter
+from server.model_files.weights import FUSE
 from server.settings import Settings
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PART = r"[a-z0-9_](?:[a-z0-9._-]*[a-z0-9_])?"
+_HUB_ID = re.compile(rf"{_PART}/{_PART}", re.IGNORECASE | re.ASCII)
+_ADDRESS = re.compile(r"(?:(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,27 @@ def at_hand(model: str) -> ModelLocation | None:
     except OSError as error:
         raise StartupError(f"--model {model} can't be looked at: {error.strerror or error}") from None
     if there:
-        raise StartupError(f"--model {model} is a file; an MLX model is a folder")
+        raise StartupError(f"--model {model} is a file; an MLX model is a folder{_format(folder)}")
     if link:
         raise StartupError(f"--model {model} is a link to something that isn't there")
     if _HUB_ID.fullmatch(model):
         return None
-    raise StartupError(f"--model {model}: there is no such folder, and it is no hub id either")
+    raise StartupError(f"--model {model}: there is no such folder, and it is no hub id either{_meant(model)}")
+
+
+def _format(file: Path) -> str:
+    if file.suffix.lower() == ".gguf":
+        return ", and GGUF isn't read"
+    return ""
+
+
+def _meant(model: str) -> str:
+    """The hub id in what was given: the address of its page, or with a revision behind it."""
+    shown = _ADDRESS.sub("", model.strip())
+    given = re.split(r"[@:?#]|(?<=[^/])/(?:tree|blob|resolve)/", shown.rstrip("/"))[0]
+    if given != model and _HUB_ID.fullmatch(given):
+        return f"; did you mean {given}?"
+    return ""
 
 
 def _folder(given: Path) -> ModelLocation:
@@ -65,5 +83,8 @@ def _folder(given: Path) -> ModelLocation:
     if hub_id_of(folder) and not (folder / "config.json").is_file():
         folder = snapshot(folder) or whole_snapshot(folder) or folder
     if not (folder / "config.json").is_file():
-        raise StartupError(f"--model {given} is no MLX model: it has no config.json")
+        reason = "it has no config.json"
+        if (folder / "adapter_config.json").is_file():
+            reason = f"it is an adapter, {FUSE}"
+        raise StartupError(f"--model {given} is no MLX model: {reason}")
     return ModelLocation(folder, hub_id_of(given.absolute()) or name or "model")

@@ -15,6 +15,8 @@ from server.errors import one_line
 
 CONFIG = "config.json"
 _FILES = (CONFIG, "generation_config.json", "tokenizer_config.json")
+TOKENIZER = "tokenizer.json"
+LFS_POINTER = b"version https://git-lfs"  # how the files of a clone begin that Git LFS hasn't fetched
 USUAL_CONTEXT = 32768  # positions, where the files don't say
 _CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -49,17 +51,40 @@ def fault(folder: Path, *, typed: bool = False) -> str:
     """What is wrong with the model's JSON files, in words; empty if nothing is. Loading would fail, and blame another
     file or none. `typed`: the config must name the kind of model."""
     for name in _FILES:
-        try:
-            value = json.loads((folder / name).read_text("utf-8"))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, RecursionError) as error:
-            return f"{name} can't be read: {one_line(error)}"
-        if not isinstance(value, dict):
-            return f"{name} is no JSON object"
+        value, reason = _object(folder / name)
+        if reason:
+            return f"{name} {reason}"
         if typed and name == CONFIG and not isinstance(value.get("model_type"), str):
             return f"{name} names no model_type"
     return ""
+
+
+def tokenizer_fault(folder: Path) -> str:
+    """What is wrong with tokenizer.json, in words; empty if nothing that can be seen without loading it."""
+    value, reason = _object(folder / TOKENIZER)
+    if not reason and value and not isinstance(value.get("model"), dict):
+        reason = "is no tokenizer: it has no `model`"
+    if reason:
+        return f"{TOKENIZER} {reason}"
+    return ""
+
+
+def _object(file: Path) -> tuple[dict[str, Any], str]:
+    """The JSON object in a file, {} where there is no file; and what is wrong with it."""
+    try:
+        content = file.read_bytes()
+        if content.startswith(LFS_POINTER):
+            return {}, "is a pointer of Git LFS; `git lfs pull` fetches the file itself"
+        value = json.loads(content.decode("utf-8"))
+    except FileNotFoundError:
+        return {}, ""
+    except OSError as error:
+        return {}, f"can't be read: {error.strerror or error}"
+    except (ValueError, RecursionError) as error:
+        return {}, f"can't be read: {one_line(error)}"
+    if not isinstance(value, dict):
+        return {}, "is no JSON object"
+    return value, ""
 
 
 def context_of(folder: Path) -> int:

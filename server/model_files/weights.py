@@ -18,11 +18,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from server.errors import StartupError, one_line
+from server.model_files.model_config import LFS_POINTER
 
 INDEX = "model.safetensors.index.json"
 TAKEN = "model*.safetensors"  # by mlx-lm
+_OTHERS = ("adapter*.safetensors", "*.safetensors", "*.gguf", "*.bin", "*.pt*", "*.npz")
+FUSE = "of which `mlx_lm.fuse` makes a model, together with the model that it was trained on"
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
-_POINTER = b"version https://git-lfs"
 _LONGEST_HEAD = 1 << 27  # bytes; safetensors' own limit is 100 MB
 _NAMED = 3  # missing files; the others are counted
 
@@ -73,9 +75,8 @@ def _indexed(folder: Path) -> list[Path]:
     if not index.is_file():
         return []
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        files = [folder / _within(name) for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        files = [folder / _within(name) for name in _names(json.loads(index.read_text("utf-8")))]
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{INDEX} is no index: {one_line(error)}") from None
     if not any(file.is_file() for file in files) and any(folder.glob(TAKEN)):
         log.warning("%s names none of the weights beside it; they are loaded without it", index)
@@ -83,7 +84,17 @@ def _indexed(folder: Path) -> list[Path]:
     return files
 
 
-def _within(name: Any) -> str:
+def _names(index: Any) -> list[str]:
+    """The files of an index, each once."""
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict):
+        raise ValueError("it has no object `weight_map`")
+    if odd := [name for name in names.values() if not isinstance(name, str)]:
+        raise ValueError(f"{odd[0]!r} is no file name")
+    return sorted(set(names.values()))
+
+
+def _within(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
         raise ValueError(f"{name!r} is no file of weights in the model's folder")
@@ -114,11 +125,13 @@ def _listed(names: list[str]) -> str:
 
 
 def _other(folder: Path) -> str:
-    """Weights in a form that mlx-lm doesn't read."""
-    other = [file.name for pattern in ("*.safetensors", "*.gguf", "*.bin", "*.pt*") for file in folder.glob(pattern)]
-    if other:
-        return f"; {other[0]} isn't read by mlx-lm, whose `mlx_lm.convert` makes what is"
-    return ""
+    """Weights that mlx-lm doesn't take for a model's."""
+    other = [file.name for pattern in _OTHERS for file in sorted(folder.glob(pattern))]
+    if not other:
+        return ""
+    if other[0].startswith("adapter"):
+        return f"; {other[0]} holds an adapter, {FUSE}"
+    return f"; mlx-lm doesn't read {other[0]}"
 
 
 # ---------------------------------------------------------------- whether they are whole
@@ -127,8 +140,8 @@ def _fault(file: Path) -> str | None:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            first = stream.read(len(_POINTER))
-            if first == _POINTER:
+            first = stream.read(len(LFS_POINTER))
+            if first == LFS_POINTER:
                 return "is a pointer of Git LFS; `git lfs pull` fetches the weights themselves"
             length = int.from_bytes(first[:8], "little")
             if len(first) < 8 or 8 + length > min(size, _LONGEST_HEAD):

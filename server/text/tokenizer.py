@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from server.config import open_files
-from server.errors import StartupError, one_line
+from server.errors import StartupError
 from server.ipc.sequence import TokenTable
 from server.model_files import generation_config, model_config
-from server.model_files.hub import TOKENIZERS
+from server.model_files.hub import VOCABULARIES
+from server.model_files.stumbles import in_words
 from server.text.templates import files
 from server.text.templates.chat_template import ChatTemplate, Renderer
 from server.text.templates.markers import markers, samples
@@ -105,7 +106,7 @@ class Tokenizer:
         self.silent: tuple[str, ...] = tuple(wrapper.structural_markers)
         self.speaks_harmony = _speaks_harmony(self.encoder)
         self.tool_format = _tool_format(wrapper, self)
-        self.has_template: bool = wrapper.has_chat_template
+        self.has_template = _has_template(wrapper)
         self._template = _template(wrapper, self.encoder, self.think)
         self.able = self._template.able
         self.defaults = generation_config.defaults(generation)
@@ -133,9 +134,9 @@ class Tokenizer:
                 extra["chat_template"] = template
             made = cls(load_tokenizer(path, extra), config, generation, own)
         except Exception as error:  # foreign files and foreign code
-            reason = model_config.fault(path) or one_line(error)
-            if not any((path / name).is_file() for name in TOKENIZERS):
-                reason = f"there is none of {', '.join(TOKENIZERS)}"
+            reason = model_config.fault(path) or model_config.tokenizer_fault(path) or in_words(error, "transformers")
+            if not any((path / name).is_file() for name in VOCABULARIES):
+                reason = f"there is none of {', '.join(VOCABULARIES)}"
             raise StartupError(f"the tokenizer in {path} can't be loaded: {reason}") from error
         made.folder = path
         if made.has_template and (fault := made._template.fault()):
@@ -287,7 +288,7 @@ def _no_parser(text: str, tools: list[dict[str, Any]] | None) -> Any:
 
 
 def _template(wrapper: Any, encoder: Encoder, think: tuple[str, str] | None) -> ChatTemplate:
-    if not wrapper.has_chat_template:
+    if not _has_template(wrapper):
         return ChatTemplate(None, frozenset(), encoder.shield, think)
     sources = _sources(wrapper)
     # Templates that are Python code know one switch, which mlx-lm translates.
@@ -296,6 +297,12 @@ def _template(wrapper: Any, encoder: Encoder, think: tuple[str, str] | None) -> 
     else:
         names = frozenset({"enable_thinking"})
     return ChatTemplate(_renderer(wrapper), names, encoder.shield, think)
+
+
+def _has_template(wrapper: Any) -> bool:
+    """Whether there is one. A file or a field may be there and blank."""
+    sources = _sources(wrapper)
+    return bool(wrapper.has_chat_template) and (not sources or any(source.strip() for source in sources))
 
 
 def _sources(wrapper: Any) -> list[str]:

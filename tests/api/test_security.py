@@ -33,9 +33,9 @@ async def test_without_a_key_configured_none_is_asked_for() -> None:
 
 async def test_any_of_several_keys_opens_and_nothing_else_does(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("\n from-file \n\nünïcode\n")
+    file.write_text("\ufefffirst\n from-file \n\nünïcode\n")  # as some editors begin a file
     async with run_server(api_key="secret-1,secret-2", api_key_file=file) as site:
-        for key in ("secret-1", "secret-2", "from-file"):
+        for key in ("secret-1", "secret-2", "first", "from-file"):
             assert await status(site, Authorization=f"Bearer {key}") == 200
             assert await status(site, Authorization=f"bearer  {key}") == 200
             assert await status(site, X_Api_Key=key) == 200

@@ -100,6 +100,24 @@ async def test_a_model_without_any_template_says_so(tmp_path: Path, content: str
         assert "no chat template" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("source", ["{% if false %}x{% endif %}", "{# nothing #}", "{{ messages[0].content }}"])
+async def test_a_template_that_makes_nothing_of_a_conversation_refuses_it_on_every_route(
+    tmp_path: Path, source: str
+) -> None:
+    tokenizer = Tokenizer.load(folder(tmp_path, source), trust_remote_code=False)
+    said = [{"role": "user", "content": ""}]
+    async with run_server(engine(), tokens=tokenizer) as site:
+        for path, field, more in (
+            ("/v1/chat/completions", "messages", {}),
+            ("/v1/responses", "input", {}),
+            ("/v1/messages", "messages", {"max_tokens": 5}),
+        ):
+            answer = await site.post(path, {field: said, **more})
+            assert answer.status_code == 400, answer.text
+            assert "an empty prompt" in answer.json()["error"]["message"]
+        assert not site.fake.submits
+
+
 async def test_a_template_of_a_json_file_serves_chats(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(folder(tmp_path, chat_template_json=kept(ONE)), trust_remote_code=False)
     async with run_server(engine(), tokens=tokenizer) as site:

@@ -333,6 +333,31 @@ def test_what_is_no_model_is_said_in_one_line(tmp_path: Path) -> None:
     assert at_hand("org/name") is None
 
 
+@pytest.mark.parametrize("given", ["./no", "../no", "no/.", ".no/x", "-o/x", "o/x-", "o/é", "no/"])
+def test_what_no_hub_could_have_is_never_asked_for(given: str) -> None:
+    with pytest.raises(StartupError, match=r"there is no such folder, and it is no hub id either$"):
+        at_hand(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["https://huggingface.co/org/a.b-c", "http://hf.co/org/a.b-c/", "huggingface.co/org/a.b-c/tree/main",
+     "org/a.b-c@v1", "hf://org/a.b-c", "org/a.b-c:Q4_K_M", " org/a.b-c ", "https://huggingface.co/org/a.b-c?library=mlx"],
+)  # fmt: skip
+def test_the_address_of_a_models_page_gets_its_id_for_a_suggestion(given: str) -> None:
+    with pytest.raises(StartupError, match=r"no hub id either; did you mean org/a\.b-c\?$"):
+        at_hand(given)
+
+
+def test_what_another_program_makes_of_models_is_called_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.GGUF").write_bytes(b"GGUF")
+    with pytest.raises(StartupError, match="GGUF isn't read"):
+        at_hand(str(tmp_path / "a.GGUF"))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"it is an adapter, of which `mlx_lm\.fuse` makes a model"):
+        at_hand(str(tmp_path))
+
+
 def test_the_pieces_of_the_cache_are_read_as_its_client_writes_them(tiny: Any, tmp_path: Path) -> None:
     folder = cached(tmp_path, "org/a", tiny("llama"))
     assert hub_id_of(folder) == hub_id_of(folder.parent.parent) == "org/a"

@@ -164,7 +164,9 @@ def test_a_file_that_is_not_whole_is_named(sharded: Path, content: Callable[[byt
 )
 def test_an_index_that_is_none_is_named(sharded: Path, index: str) -> None:
     (sharded / INDEX).write_text(index)
-    assert INDEX in refused(sharded)
+    line = refused(sharded)
+    assert f"{INDEX} is no index: " in line
+    assert not any(word in line for word in ("indices", "attribute", "supported", "'weight_map'"))
 
 
 def test_a_folder_without_weights_says_what_it_has_instead(sharded: Path) -> None:
@@ -172,8 +174,11 @@ def test_a_folder_without_weights_says_what_it_has_instead(sharded: Path) -> Non
     for number in (1, 2, 3):
         (sharded / shard(number)).unlink()
     assert "no weights" in refused(sharded)
-    (sharded / "pytorch_model.bin").write_bytes(b"x")
-    assert "pytorch_model.bin" in refused(sharded)
+    for name in ("weights.npz", "pytorch_model.bin", "model-Q4_K_M.gguf", "weights.safetensors"):
+        (sharded / name).write_bytes(b"x")
+        assert f"mlx-lm doesn't read {name}" in refused(sharded)
+    (sharded / "adapters.safetensors").write_bytes(b"x")
+    assert "adapters.safetensors holds an adapter" in refused(sharded)
 
 
 def test_parameters_that_are_missing_or_too_many_are_named_on_one_line(sharded: Path) -> None:
@@ -185,6 +190,32 @@ def test_parameters_that_are_missing_or_too_many_are_named_on_one_line(sharded: 
     assert "parameters: " in line
     assert "model." in line.partition("parameters: ")[2]
     assert len(line) < 500
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": None}, "config.json lacks hidden_size"),
+        ({"hidden_size": None, "vocab_size": None}, "config.json lacks hidden_size, vocab_size"),
+        ({"quantization": {"bits": 4}}, "KeyError: 'group_size'"),
+        ({"quantization": "4bit"}, "TypeError"),
+        ({"model_type": "nonsense"}, "Model type nonsense not supported."),
+        ({"model_file": "own.py"}, "--trust-remote-code"),
+    ],
+)
+def test_a_config_that_mlx_lm_stumbles_over_is_said_in_words(sharded: Path, change: dict[str, Any], words: str) -> None:
+    config = json.loads((sharded / "config.json").read_text()) | change
+    (sharded / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    (sharded / "own.py").write_text("")
+    with pytest.raises(StartupError, match="can't load the model in ") as caught:
+        loaded(sharded)
+    line = str(caught.value)
+    assert words in line
+    assert "missing 1 required" not in line
+    assert "trust_remote_code=True" not in line
+    assert "\n" not in line
 
 
 def test_an_error_is_one_line_however_many_it_has() -> None:

@@ -108,6 +108,49 @@ def test_a_tokenizer_that_cannot_be_loaded_is_said_by_its_cause(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", r"tokenizer\.json is a pointer of Git LFS"),
+        ("config.json", "version https://git-lfs.github.com/spec/v1\n", r"config\.json is a pointer of Git LFS"),
+        ("tokenizer.json", "", r"tokenizer\.json can't be read"),
+        ("tokenizer.json", "[]", r"tokenizer\.json is no JSON object"),
+        ("tokenizer.json", '{"version": "1.0"}', r"tokenizer\.json is no tokenizer: it has no `model`"),
+        ("tokenizer.json", None, r"there is none of tokenizer\.json"),
+        ("chat_template.jinja", "{{ '\xe9' }}", r"chat_template\.jinja isn't UTF-8 text"),
+        ("config.json", '{"model_type": "llama", "max_position_embeddings": "9"}', r"config\.json: .*max_position_emb"),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 0}', "ZeroDivisionError"),
+        ("tokenizer_config.json", '{"chat_template": [5]}', r"transformers can't make sense of its files: TypeError"),
+    ],
+)
+def test_the_file_at_fault_is_named_when_no_tokenizer_can_be_loaded(
+    tmp_path: Path, name: str, content: str | None, said: str
+) -> None:
+    folder = small.write(tmp_path / "model", small.byte_level)
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(StartupError, match=said) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_filter_that_jinja_lacks_is_said_like_any_fault_of_a_template(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(small.write(tmp_path / "model", small.byte_level, "{{ messages | nonsense }}", eos_token="<|im_end|>"))
+    assert "No filter named 'nonsense'" in caplog.text
+
+
+@pytest.mark.parametrize("blank", ["", " \n "])
+def test_a_blank_template_is_none(tmp_path: Path, blank: str) -> None:
+    made = load(small.write(tmp_path / "model", small.byte_level, blank, eos_token="<|im_end|>"))
+    assert not made.has_template
+    with pytest.raises(InvalidValue, match="no chat template"):
+        made.chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
     ("template", "said"),
     [
         ("{% if messages %}", "Unexpected end of template"),

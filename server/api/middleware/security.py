@@ -132,7 +132,7 @@ def read_keys(settings: Settings) -> list[str]:
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
         try:
-            lines = settings.api_key_file.read_text(encoding="utf-8").splitlines()
+            lines = settings.api_key_file.read_text(encoding="utf-8-sig").splitlines()
         except OSError as error:
             raise StartupError(f"--api-key-file {settings.api_key_file} can't be read: {error.strerror}") from None
         except UnicodeDecodeError:

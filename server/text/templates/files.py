@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from server.errors import StartupError
+
 DEFAULT = "default"
 _LATER = ("chat_template.json", "processor_config.json")
 
@@ -47,7 +49,14 @@ def _files(folder: Path) -> dict[str, str]:
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files[DEFAULT] = folder / "chat_template.jinja"
-    return {name: file.read_text("utf-8") for name, file in files.items()}
+    return {name: _text(file) for name, file in files.items()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError:  # transformers reads it again, and would fail without naming it
+        raise StartupError(f"{file.name} isn't UTF-8 text") from None
 
 
 def _named(value: Any) -> dict[str, str]:

@@ -20,7 +20,10 @@ def variables(source: str | None) -> frozenset[str]:
     tree = _tree(source or "")
     if tree is None:
         return frozenset()
-    return frozenset(jinja2.meta.find_undeclared_variables(tree))
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(tree))
+    except jinja2.TemplateAssertionError:  # a filter or a test that Jinja doesn't have
+        return frozenset()
 
 
 def literals(source: str) -> list[str]:
