@@ -1,8 +1,9 @@
 """Numbers in a schema, in the way in which llguidance understands them.
 
 Owns the rewriting of bounds: llguidance keeps them as doubles and knows none beyond 64 bits, so that an answer could
-lie outside of bounds that were rounded. Here they are rounded inwards. Lengths may be written 2.0, as JSON Schema has
-it. Runs in the server's worker thread; pure.
+lie outside of bounds that were rounded. Here they are rounded inwards. A whole number that is excluded would be allowed
+where the other bound lies nearer than the next one: then the first number inside is the bound. Lengths may be written
+2.0, as JSON Schema has it. Runs in the server's worker thread; pure.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from server.grammar import keywords
+
+NEAREST = 1e-12  # of an excluded bound, as far as the bounds leave room for that
 FARTHEST = 9_223_372_036_854_774_784  # the last double before 2 ** 63
 MOST_DEPTH = 150  # llguidance refuses what is nested more deeply
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -22,14 +26,17 @@ _LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProp
 
 
 def understood(schema: Any, depth: int = 0) -> Any:
-    """The schema with bounds that llguidance keeps."""
+    """The schema with bounds that llguidance keeps, in keywords that it knows."""
     if depth > MOST_DEPTH:
         return schema
     if isinstance(schema, list):
         return [understood(item, depth + 1) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: _value(key, value, depth + 1) for key, value in schema.items()}
+    known = keywords.rewritten(schema)
+    if isinstance(known, bool):
+        return known
+    return {key: _value(key, value, depth + 1) for key, value in _apart(known).items()}
 
 
 def _value(key: str, value: Any, depth: int) -> Any:
@@ -71,6 +78,39 @@ def _double(bound: int | float, inwards: float) -> int | float:
     if (near < bound) == (inwards > 0) and near != bound:
         near = math.nextafter(near, inwards)
     return int(near)
+
+
+def _apart(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without an excluded whole number that llguidance would allow."""
+    least = _number(schema, "exclusiveMinimum")
+    most = _number(schema, "exclusiveMaximum")
+    made = dict(schema)
+    if least is not None and "minimum" not in schema:
+        end = _number(schema, "maximum") if most is None else most
+        if end is not None and least == int(least) and 0 < end - least < 1:
+            del made["exclusiveMinimum"]
+            made["minimum"] = _next(least, end)
+    if most is not None and "maximum" not in schema:
+        end = _number(schema, "minimum") if least is None else least
+        if end is not None and most == int(most) and 0 < most - end < 1:
+            del made["exclusiveMaximum"]
+            made["maximum"] = _next(most, end)
+    return made
+
+
+def _number(schema: dict[str, Any], key: str) -> int | float | None:
+    value = schema.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def _next(bound: int | float, end: int | float) -> float:
+    """A number next to the bound, on the side of the other one."""
+    step = math.copysign(min(NEAREST, abs(end - bound) / 1000), end - bound)
+    if bound + step != bound:
+        return bound + step
+    return math.nextafter(bound, end)
 
 
 _BOUNDS: dict[str, Callable[[int | float], int | float]] = {

@@ -145,8 +145,8 @@ def symbols(tag: Tag) -> str:
 def json_rule(schema: Any, options: dict[str, Any] | None = None) -> str:
     """Return a schema as a rule of a grammar. `options` replace its own `x-guidance`, which can't loosen them."""
     inner = bounds.understood(schema)
-    if schema is True:
-        inner = {}
+    if isinstance(inner, bool):
+        inner = {} if inner else {"anyOf": []}
     return "%json " + json.dumps({**inner, "x-guidance": options or OPTIONS}, ensure_ascii=False)
 
 

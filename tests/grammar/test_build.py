@@ -123,7 +123,7 @@ def test_tags_that_are_special_tokens_are_drawn_as_such() -> None:
         ({"properties": {"a": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"type": "no"}}}, "S.properties.a"),
         ({"$ref": "#/nowhere"}, "S"),
         ({"type": "string", "pattern": "(("}, "S"),
-        ({"prefixItems": [{}, {"format": "nonsense", "type": "string"}]}, "S.prefixItems[1]"),
+        ({"prefixItems": [{}, {"pattern": "(?=a)", "type": "string"}]}, "S.prefixItems[1]"),
         ({"enum": []}, "S"),
         (False, "S"),
     ],
@@ -308,6 +308,104 @@ def test_a_bound_that_is_no_double_is_rounded_inwards(schema: dict[str, Any], go
         assert accepts(made, f"[{number}]"), number
     for number in bad:
         assert not accepts(made, f"[{number}]"), number
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.001", "0.25"], ["0", "0.0", "0.51", "-0"]),
+        ({"exclusiveMinimum": 10, "exclusiveMaximum": 10.5}, ["10.1", "10.49999"], ["10", "10.0", "10.5", "9"]),
+        ({"minimum": -0.01, "exclusiveMaximum": 0}, ["-0.01", "-0.005"], ["0", "-0", "0.0", "-0.02"]),
+        ({"exclusiveMinimum": 99.5, "exclusiveMaximum": 100}, ["99.75"], ["100", "100.0", "99.5"]),
+        ({"exclusiveMinimum": 0, "maximum": 1e-13}, ["0.0000000000001"], ["0", "0.0000000000002"]),
+        ({"exclusiveMinimum": 0, "maximum": 1}, ["1", "0.001", "0.5"], ["0", "0.0", "1.1"]),
+        ({"exclusiveMinimum": 2**53, "maximum": 2**53 + 0.5}, [], [str(2**53)]),
+    ],
+    ids=str,
+)
+def test_a_whole_number_that_is_excluded_stays_out(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    if not good:
+        with pytest.raises(InvalidValue):
+            build.answer({"type": "array", "items": {"type": "number"} | schema, "minItems": 1}, param="schema")
+        return
+    made = build.answer({"type": "array", "prefixItems": [{"type": "number"} | schema], "items": False, "minItems": 1})
+    for number in good:
+        assert accepts(made, f"[{number}]"), number
+    for number in bad:
+        assert not accepts(made, f"[{number}]"), number
+
+
+SMALL = {"type": "object", "additionalProperties": {"type": "boolean"}}
+WORD = {"type": "string", "maxLength": 3}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        *((WORD | {"format": name}, ['"x"', '""'], ['"xxxx"', "5"])
+          for name in ("int64", "binary", "password", "uri-reference", "regex", "cuid", "e164", "")),
+        ({"format": "double"}, ["5", '"x"'], []),
+        ({"type": "integer", "format": "int32"}, ["5"], ["5.5"]),
+        ({"type": "string", "format": "date"}, ['"2026-01-15"'], ['"x"']),
+        (SMALL | {"propertyNames": {"type": "string"}}, ['{"a": true}', "{}"], ['{"a": 1}']),
+        (SMALL | {"propertyNames": True, "properties": {"b": {}}}, ['{"b": 1, "a": true}'], ['{"a": 1}']),
+        (SMALL | {"propertyNames": {"type": "string", "pattern": "^[ab]$"}}, ['{"a": true}'], ['{"c": true}']),
+        (SMALL | {"propertyNames": {"enum": ["a", "b"]}, "required": ["b"]}, ['{"b": true}'], ['{"a": true}']),
+        (SMALL | {"propertyNames": {"const": "a"}}, ['{"a": true}'], ['{"b": true}']),
+        ({"type": "object", "propertyNames": {"enum": ["a"]}}, ['{"a": 1}'], ['{"b": 1}']),
+        ({"anyOf": [{"not": {}}, {"type": "null"}]}, ["null"], ["1", "{}"]),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, ["{}", '{"b": 1}'], ['{"a": 1}']),
+        ({"type": "null", "not": False}, ["null"], ["1"]),
+        ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, ['{"a": 1}'], ['{"b": 1}']),
+        ({"type": "array", "prefixItems": [{}], "unevaluatedItems": False}, ["[1]"], ["[1, 2]"]),
+        ({"allOf": [{"type": "object"}], "unevaluatedProperties": True}, ['{"a": 1}'], ["1"]),
+        ({"type": "array", "uniqueItems": False}, ["[1, 1]"], ["1"]),
+        ({"type": "array", "minContains": 2, "if": True}, ["[]"], ["1"]),
+        ({"type": "null", "then": {"const": 1}, "dependentRequired": {}, "dependencies": {}}, ["null"], ["1"]),
+        (WORD | {"format": None, "pattern": None, "enum": None, "anyOf": None, "minimum": None}, ['"x"'], ['"xxxx"']),
+        ({"type": "object", "properties": None, "required": None}, ['{"a": 1}'], ["1"]),
+        ({"enum": [None, 1], "description": None}, ["null", "1"], ["2"]),
+        ({"const": None}, ["null"], ["1"]),
+        *(({"$schema": name, "type": "null"}, ["null"], ["1"]) for name in (
+            "https://json-schema.org/draft-07/schema#", "http://json-schema.org/schema#", "mine",
+            "http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2020-12/schema")),
+        ({"$id": "a b", "$defs": {"A": {"type": "null"}}, "$ref": "#/$defs/A"}, ["null"], ["1"]),
+        *(({"$defs": {name: {"type": "null"}, "A": {}}, "$ref": f"#/$defs/{name}"}, ["null"], ["1"])
+          for name in ("Box[int]", "List<A>", "a b", "größe", 'Pick<A,"x"|"y">')),
+        ({"$defs": {"a%b": {"type": "null"}}, "$ref": "#/$defs/a%25b"}, ["null"], ["1"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_keyword_that_says_nothing_or_can_be_said_otherwise_is_taken(
+    schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    made = build.answer(schema, param="schema")
+    for text in good:
+        assert accepts(made, text), text
+    for text in bad:
+        assert not accepts(made, text), text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"type": "object", "propertyNames": {"minLength": 2}},
+        {"type": "object", "propertyNames": {"pattern": "^a", "maxLength": 2}},
+        {"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"a": {}}},
+        {"allOf": [{"type": "object"}], "unevaluatedProperties": False},
+        {"type": "object", "dependentRequired": {"a": ["b"]}},
+        {"if": {"type": "null"}, "then": {"const": None}},
+        {"not": {"type": "null"}},
+        {"type": "array", "contains": {"const": 1}, "minContains": 1},
+        {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]},
+        {"type": None},
+    ],
+    ids=str,
+)
+def test_a_keyword_that_narrows_and_is_not_known_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue):
+        build.answer(schema, param="schema")
 
 
 def test_lengths_may_be_written_with_a_point() -> None:
