@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from serving import USER, Site, engine, run_server, tokenizer
 
-from server.api.input import body, refusals
+from server.api.input import body, generic_tools, refusals
 from server.api.input.schema import ChatRequest
 
 CALL = {"name": "get_time", "arguments": '{"city": "Oslo"}'}
@@ -85,6 +85,22 @@ async def test_a_number_that_python_has_no_value_for_is_kept_as_it_was(number: s
     async with run_server(engine()) as site:
         said = [*USER, {"role": "assistant", "tool_calls": [call("a", arguments)]}, result("a")]
         assert arguments in await prompt(site, messages=said)
+
+
+NUMBERS = '{"x": 1e2, "y": [12.50, -0.10, 1E5, 1.0, 5, -7], "z": {"w": 12345678901234567890.125, "v": 0.1e-400}}'
+
+
+@pytest.mark.parametrize("generic", [False, True])
+async def test_numbers_in_earlier_arguments_are_shown_as_they_were_written(generic: bool) -> None:
+    """So a prompt begins like the one before it with the answer behind that."""
+    tokens = tokenizer()
+    if generic:
+        tokens = generic_tools.with_format(tokens.with_tools(None))  # type: ignore[arg-type]
+    async with run_server(engine(), tokens=tokens) as site:
+        said = [*USER, {"role": "assistant", "tool_calls": [call("a", NUMBERS)]}, result("a")]
+        assert NUMBERS in await prompt(site, messages=said)
+        other = [*USER, {"role": "assistant", "tool_calls": [call("a", '{"x": 1e3}')]}, result("a")]
+        assert '{"x": 1e3}' in await prompt(site, messages=other)
 
 
 # ---------------------------------------------------------------- refusals and older calls

@@ -11,6 +11,7 @@ import contextlib
 import json
 from typing import Any
 
+from server.text.templates.numbers import NumberTexts
 from server.text.templates.turn import OWN, Message
 from server.text.tokenizer import Tokenizer, ToolFormat
 
@@ -102,7 +103,8 @@ def _tag(text: str) -> dict[str, Any]:
 def _call(function: dict[str, Any]) -> str:
     """Arguments that are no JSON are shown as the text they are."""
     arguments = function["arguments"]
+    numbers = NumberTexts()
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments or "{}")
-    return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+            arguments = json.loads(arguments or "{}", parse_float=numbers.read)
+    return numbers.shown(json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False))

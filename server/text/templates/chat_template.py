@@ -8,7 +8,6 @@ tokenises, never touches MLX.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 from server.errors import InvalidValue, UnsupportedParameter, one_line
 from server.text.templates.abilities import Abilities
 from server.text.templates.conversation import fit
+from server.text.templates.numbers import NumberTexts
 from server.text.templates.trials import learn
 from server.text.templates.turn import Message
 from server.text.tokens.encode_cache import common_prefix
@@ -88,12 +88,14 @@ class ChatTemplate:
         extra = self._switches(effort) | self._checked(kwargs)
         mode = {"add_generation_prompt": begins, "continue_final_message": continuing}
 
+        numbers = NumberTexts()
+
         def attempt(form: Form, history: list[Message] = said) -> str:
             if self._render is None:
                 raise InvalidValue("the model has no chat template; use /v1/completions", param="messages")
-            return self._render([_formed(m, form) for m in history], tools=given, **mode, **extra)
+            return numbers.shown(self._render([_formed(m, form) for m in history], tools=given, **mode, **extra))
 
-        text, form = _first(attempt, _forms(said, self._shield))
+        text, form = _first(attempt, _forms(said, self._shield, numbers))
         [alone] = fit(messages[-1:], Abilities(), self._shield, self._think)
         other = _probe(attempt, form, said, alone["content"])
         if not other:
@@ -117,7 +119,7 @@ class ChatTemplate:
             assert self._render is not None
             return self._render([_formed(m, form) for m in messages], tools=tools, add_generation_prompt=True)
 
-        return _first(attempt, _forms(messages, None))[0]
+        return _first(attempt, _forms(messages, None, NumberTexts()))[0]
 
     def _read(self, text: str, start: int, end: int, continuing: bool) -> RenderedPrompt:
         """`start` and `end`: where the last message's content lies (0 if it couldn't be found)."""
@@ -147,7 +149,7 @@ class ChatTemplate:
 
 
 # ---------------------------------------------------------------- arguments
-def _mapping(shield: Shield | None, arguments: Any) -> Any:
+def _mapping(shield: Shield | None, numbers: NumberTexts, arguments: Any) -> Any:
     """Arguments as an object if they are one; text that doesn't parse stays text.
 
     What they say is hidden anew: JSON can spell a control token, or one of our marks, in escapes. Without a shield the
@@ -156,7 +158,7 @@ def _mapping(shield: Shield | None, arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        parsed = json.loads(Shield.shown(arguments) or "{}", parse_float=_finite)
+        parsed = json.loads(Shield.shown(arguments) or "{}", parse_float=numbers.read)
     except ValueError:
         return arguments
     if not isinstance(parsed, dict):
@@ -166,17 +168,9 @@ def _mapping(shield: Shield | None, arguments: Any) -> Any:
     return shield.hide_all(parsed)
 
 
-def _finite(digits: str) -> float:
-    """Raises ValueError for a number that would become Infinity, which is no JSON."""
-    number = float(digits)
-    if math.isinf(number):
-        raise ValueError(digits)
-    return number
-
-
-def _wrapped(shield: Shield | None, arguments: Any) -> Any:
+def _wrapped(shield: Shield | None, numbers: NumberTexts, arguments: Any) -> Any:
     """An object in any case."""
-    mapped = _mapping(shield, arguments)
+    mapped = _mapping(shield, numbers, arguments)
     if isinstance(mapped, dict):
         return mapped
     return {"arguments": mapped}
@@ -196,10 +190,10 @@ def _formed(message: Message, form: Form) -> Message:
 
 
 # ---------------------------------------------------------------- attempts
-def _forms(messages: list[Message], shield: Shield | None) -> tuple[Form, ...]:
-    mapping = partial(_mapping, shield)
+def _forms(messages: list[Message], shield: Shield | None, numbers: NumberTexts) -> tuple[Form, ...]:
+    mapping = partial(_mapping, shield, numbers)
     if any("tool_calls" in message for message in messages):
-        return (mapping, _text, partial(_wrapped, shield))
+        return (mapping, _text, partial(_wrapped, shield, numbers))
     return (mapping,)
 
 
