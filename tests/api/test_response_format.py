@@ -55,6 +55,7 @@ def accepts(grammars: Grammars, form: AnswerForm | None, text: str) -> bool:
     [
         ({"response_format": {"type": "json_object"}}, '{"b":2}', "[]"),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a":1}', '{"b":2}'),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '{"a":1}', '{"b":2}'),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, '{"a":1}', "{}"),
         ({"structured_outputs": {"json": SCHEMA}}, '{"a":1}', "{}"),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '{"a":1}', "{}"),

@@ -113,11 +113,11 @@ def _response_format(request: GenerationRequest) -> list[Place]:
     options = request.response_format
     if options is None or options.type == "text":
         return []
-    if options.type == "json_schema":
-        if options.json_schema is None:
-            message = "response_format: type json_schema needs json_schema"
-            raise InvalidValue(message, param="response_format.json_schema")
+    if options.type == "json_schema" and options.json_schema is not None:
         return [("response_format.json_schema.schema", options.json_schema.schema_, _json)]
+    if options.type == "json_schema" and options.schema_ is None:
+        message = "response_format: type json_schema needs json_schema"
+        raise InvalidValue(message, param="response_format.json_schema")
     if options.schema_ is not None:
         return [("response_format.schema", options.schema_, _json)]
     return [("response_format", True, _any_object)]

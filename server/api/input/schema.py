@@ -373,9 +373,7 @@ class ResponseFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="kind of format", examples=["json_object"])
     json_schema: JsonSchema | None = Field(None, description="required for `json_schema`")
-    schema_: Schema | None = Field(
-        None, alias="schema", description="for `json_object`: a JSON schema (llama.cpp's form)"
-    )
+    schema_: Schema | None = Field(None, alias="schema", description="a JSON schema, in llama.cpp's form")
 
 
 Choices = Annotated[Many[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
