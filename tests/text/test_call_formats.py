@@ -425,6 +425,24 @@ def test_a_call_without_arguments_may_be_a_tools_name(parser: str) -> None:
     assert whole_and_in_pieces(parser, other) == Answer(other)
 
 
+FORGETTING = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=text>\nx\n",
+    "glm47": "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>\nx\n",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">\nx\n',
+}
+
+
+@pytest.mark.parametrize("parser", FORGETTING)
+def test_a_call_behind_one_that_was_never_closed_is_not_lost(parser: str) -> None:
+    broken = FORGETTING[parser]
+    following = WRITERS[parser]([("f", {"text": "y"}), ("get-time", {})])
+    for behind in ("", "\nDone."):
+        found = whole_and_in_pieces(parser, broken + following + behind)
+        assert [name for name, _ in read(found)] == ["f", "f", "get-time"]
+        assert [arguments.get("text", "").strip() for _, arguments in read(found)] == ["x", "y", ""]
+        assert found.content.strip() == behind.strip()
+
+
 def test_a_call_of_qwen3_coders_needs_no_tag_around_it() -> None:
     call = qwen([("f", {"text": "x"})]).removeprefix("<tool_call>\n")
     for text in (call, call.removesuffix("</tool_call>")):
@@ -437,7 +455,20 @@ def test_a_call_of_qwen3_coders_needs_no_tag_around_it() -> None:
 @pytest.mark.parametrize("parser", WRITERS)
 def test_long_arguments_are_read_in_time_that_grows_with_them(parser: str) -> None:
     """Where reading took time with the square of the length, this would take half a minute."""
-    for unit in ("x", "<", "x </", "{", "'", "f(", "é\n", "</tool_call>", "</tool_call>a", "<![CDATA[", ", "):
+    for unit in (
+        "x",
+        "<",
+        "x </",
+        "{",
+        "'",
+        "f(",
+        "é\n",
+        "</tool_call>",
+        "</tool_call>a",
+        "<tool_call>a",
+        "<![CDATA[",
+        ", ",
+    ):
         text = WRITERS[parser]([("f", {"text": unit * 6_000})])
         assert [call.name for call in read_answer(parser, [text]).calls] == ["f"]
         form = spelled(parser).tool_format

@@ -30,6 +30,7 @@ _MISTRAL_CALL = re.compile(
     rf"\s*(?P<name>{MISTRAL_NAME})\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?P<arguments>\{{.*)?", re.DOTALL
 )
 _CALL_END = re.compile(r"\A\s*<\|tool_call_end\|>")  # Kimi's
+_MOST_UNCLOSED = 16  # blocks without a closing tag that are read apart
 _LAYOUT = re.compile(
     r"[\s,\[\]{}()]|```(?:json)?|</?(?:tool_call|function|parameter|invoke)>|<\|tool_call_(?:begin|end)\|>"
 )
@@ -53,7 +54,7 @@ def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, who
             _by_mlx_lm(form, text, tools),
         ]
     for parts in (found, json_calls.read(text), *guesses):
-        if any(isinstance(part, ModelCall) for part in parts):
+        if _has_call(parts):
             return [part for part in parts if isinstance(part, ModelCall) or _says(form, part)]
     return []
 
@@ -89,13 +90,29 @@ def _read_several(form: ToolFormat, text: str, tools: list[dict[str, Any]] | Non
     behind = text
     while behind:
         block, closing, behind = behind.partition(form.end)
-        parts += read(form, block, tools, whole=True) or [opening + block + closing]
+        parts += _read_block(form, block, tools) or [opening + block + closing]
         between, opening, behind = behind.partition(form.start)
         if between.strip():
             parts += [between]
-    if any(isinstance(part, ModelCall) for part in parts):
+    if _has_call(parts):
         return parts
     return []
+
+
+def _read_block(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Parts:
+    """Reads a block in which a value never ended. Where a call stands on both sides of an opening tag, they are two
+    blocks, and the first one has no closing tag."""
+    before, opening, behind = text.partition(form.start)
+    if opening and behind.count(form.start) < _MOST_UNCLOSED:
+        first = read(form, before, tools, whole=True)
+        second = _read_block(form, behind, tools)
+        if _has_call(first) and _has_call(second):
+            return [*first, *second]
+    return read(form, text, tools, whole=True)
+
+
+def _has_call(parts: Parts) -> bool:
+    return any(isinstance(part, ModelCall) for part in parts)
 
 
 def _by_format(name: str, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> tuple[Parts, bool]:
@@ -131,7 +148,7 @@ def _by_mistrals_tags(form: ToolFormat, text: str, tools: list[dict[str, Any]] |
             parts.append(call)
         elif written.strip():
             parts.append(written)
-    if any(isinstance(part, ModelCall) for part in parts):
+    if _has_call(parts):
         return parts
     return []
 
