@@ -32,6 +32,20 @@ _MAY_BE_NULL = frozenset({
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
 _UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _REMARKS = frozenset({"title", "description", "$comment", "$schema"})
+# Patterns that libraries write into every schema of theirs, with look-around, and the same without: zod 4.0's email and
+# duration, pydantic 2.12's Decimal.
+_WORD = r"[A-Za-z0-9_'+\-]"
+_SECONDS = r"\d+(?:[.,]\d+)?S"
+_TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
+_PATTERNS = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        rf"^(?:{_WORD}+\.)*{_WORD}*[A-Za-z0-9_+\-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{{2,}}$"
+    ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:{_TIME})?|{_TIME})$"
+    ),
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+\-]?(?:\d+\.?\d*|\.\d+)$",
+}
 _NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 
 
@@ -44,6 +58,8 @@ def rewritten(schema: Schema) -> Schema | bool:
     for key in ("$ref", "$id"):
         if isinstance(made.get(key), str):
             made[key] = quote(made[key], safe=_IN_REFERENCES)
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = _PATTERNS.get(made["pattern"], made["pattern"])
     for key, other in _UNEVALUATED.items():
         if isinstance(made.get(key), bool | dict) and other not in made and not _combines(made):
             made[other] = made.pop(key)

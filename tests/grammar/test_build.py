@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -384,6 +386,36 @@ def test_a_keyword_that_says_nothing_or_can_be_said_otherwise_is_taken(
         assert accepts(made, text), text
     for text in bad:
         assert not accepts(made, text), text
+
+
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "examples", "alphabet"),
+    [
+        (
+            EMAIL,
+            ["a@b.co", "a.b'c+d@x-1.y.org", "a..b@c.de", ".a@b.co", "a.@b.co", "a'@b.co", "a@b", "a@-b.co"],
+            "a.'@-+co",
+        ),
+        (
+            DURATION,
+            ["P1W", "P1Y2M3DT4H5M6.5S", "PT1M", "P1M", "P", "PT", "P1YT", "P1W1D", "P1D1Y", "PT1S1M"],
+            "PT1WYMDHS.",
+        ),
+        (DECIMAL, ["0", "-1.50", "+.5", "5.", "00", ".", "-", "+-1", "1e5", "", "1.2.3"], "+-.015"),
+    ],
+)
+def test_a_librarys_pattern_with_look_around_is_enforced(pattern: str, examples: list[str], alphabet: str) -> None:
+    made = build.answer({"type": "string", "pattern": pattern}, param="schema")
+    letters = random.Random(5)
+    drawn = ["".join(letters.choices(alphabet, k=letters.randint(1, 7))) for _ in range(1500)]
+    matching = [text for text in drawn if re.search(pattern, text)]
+    for text in [*examples, *drawn[:200], *matching[:200]]:
+        assert accepts(made, json.dumps(text)) == bool(re.search(pattern, text)), text
 
 
 @pytest.mark.parametrize(
