@@ -455,20 +455,8 @@ def test_a_call_of_qwen3_coders_needs_no_tag_around_it() -> None:
 @pytest.mark.parametrize("parser", WRITERS)
 def test_long_arguments_are_read_in_time_that_grows_with_them(parser: str) -> None:
     """Where reading took time with the square of the length, this would take half a minute."""
-    for unit in (
-        "x",
-        "<",
-        "x </",
-        "{",
-        "'",
-        "f(",
-        "é\n",
-        "</tool_call>",
-        "</tool_call>a",
-        "<tool_call>a",
-        "<![CDATA[",
-        ", ",
-    ):
+    tags = ("</tool_call>", "</tool_call>a", "<tool_call>a", "<![CDATA[")
+    for unit in ("x", "<", "x </", "{", "'", "f(", "é\n", ", ", *tags):
         text = WRITERS[parser]([("f", {"text": unit * 6_000})])
         assert [call.name for call in read_answer(parser, [text]).calls] == ["f"]
         form = spelled(parser).tool_format
