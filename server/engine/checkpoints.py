@@ -35,12 +35,13 @@ from server.kv_store.opening import Opening, Tier
 from server.kv_store.reader import ROWS_AT_ONCE, Fetch
 
 INTERVAL = 64  # tokens between two checkpoints of a row: as many as a death may cost
+PUT_OFF = 192  # tokens by which one may come later while the log of newest positions has the row: pieces of 256
 LONGEST_INTERVAL = 4096  # where the disk can't take them
 STATE_SHARE = 8  # a state may be so many times larger than the positions saved with it
 LEAST = 256  # tokens below which no piece is written of a row: a prefill of so few costs little
 LEAST_GAIN = 16  # tokens that the disk must have beyond memory, or a row that comes back beyond what is saved
 LIVED = 1.0  # seconds of reading its prompt after which a row is worth saving
-SHARE = 0.015  # of the engine's time that checkpoints may take
+SHARE = 0.01  # of the engine's time that checkpoints may take
 MOST_CREDIT = 0.05  # seconds of that which may be saved up
 AT_ONCE = 0.008  # seconds that one row's checkpoint may take, as far as its pieces can be counted
 AT_END = 0.05  # seconds for a row that leaves: there is no later turn
@@ -274,7 +275,11 @@ class Checkpoints:
             return False
         if not live.is_worth:
             live.is_worth = self._has_lived(row, live, held)
-        return live.is_worth and held + soon >= live.due
+        return live.is_worth and held + soon >= live.due + self._put_off(row, held)
+
+    def _put_off(self, row: Row, held: int) -> int:
+        """Tokens by which a row's checkpoint may be later, since a death doesn't cost what was logged."""
+        return PUT_OFF * self._tail.covers(row.seq, held)
 
     def _has_lived(self, row: Row, live: LiveRow, held: int) -> bool:
         return held - (live.first or held) >= INTERVAL or self._is_costly(row, held)
@@ -406,7 +411,10 @@ class Checkpoints:
 
     def _age(self, now: float) -> float | None:
         """Seconds since the oldest checkpoint of a live row was made; None without a row that is worth one."""
-        return max((now - live.saved_at for live in self._live.values() if live.is_worth), default=None)
+        ages = (
+            now - max(live.saved_at, self._tail.logged_at(seq)) for seq, live in self._live.items() if live.is_worth
+        )
+        return max(ages, default=None)
 
     def close(self) -> None:
         """Write what is queued, within a moment; from now on nothing is kept."""

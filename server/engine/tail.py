@@ -25,22 +25,25 @@ from server.kv_store.newest import has_newest, newest, on_host
 from server.kv_store.opening import Tier
 from server.kv_store.tail_writer import TailRecord
 
-MOST = 64  # positions that one record has of each row
+MOST = 64  # positions that one record may have of each row, however many bytes they take
+LONGEST = 256  # and if they take no more than so many bytes of all rows: records are rare where a step is short
+RECORD_BYTES = 8 << 20
 FIRST = 2  # tokens after which a row is logged: an answer of one token is never resumed
 SHORT = 512  # tokens that may be logged of a row of which no piece is written yet, if they take
 SHORT_BYTES = 8 << 20  # no more than this; of others a piece comes first
-SHARE = 0.015  # of the engine's time that records may take
+SHARE = 0.01  # of the engine's time that records may take
 MOST_CREDIT = 0.01  # seconds of that which may be saved up
 
 
 @dataclass(slots=True)
 class LoggedRow:
     """How far one row is logged or in pieces; `end` is None until there is anything of it. `is_based`: whether a record
-    says what the next one builds upon."""
+    says what the next one builds upon. `logged_at`: when the newest one was made."""
 
     chain: KeyChain
     end: int | None = None
     is_based: bool = False
+    logged_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -90,13 +93,32 @@ class Tail:
         if tier is not None:
             tier.tail.release(seq)
 
+    def covers(self, seq: int, held: int) -> bool:
+        """Whether records follow a row so closely that a piece of its newest positions can wait."""
+        logged = self._rows.get(seq)
+        return logged is not None and logged.end is not None and logged.is_based and held - logged.end <= MOST
+
+    def logged_at(self, seq: int) -> float:
+        """When a row's newest record was made; 0 before the first."""
+        logged = self._rows.get(seq)
+        if logged is None:
+            return 0.0
+        return logged.logged_at
+
     # ------------------------------------------------------------ a step
     def positions(self, number: int, tier: Tier) -> int:
         """How many positions of each of its rows the next step of a batch is to copy; 0 for none."""
         batch = self._batches[number]
         if self._budget.left <= 0 or not self._can_log(tier, batch):
             return 0
-        return max((lacking for row in batch.rows if (lacking := self._lacking(batch, row)) <= MOST), default=0)
+        most = self._most(tier, batch)
+        return max((lacking for row in batch.rows if (lacking := self._lacking(batch, row)) <= most), default=0)
+
+    @staticmethod
+    def _most(tier: Tier, batch: Batch) -> int:
+        """Positions that one record may have of each row of a batch."""
+        affordable = RECORD_BYTES // (max(1, tier.layout.position_bytes) * len(batch))
+        return max(MOST, min(LONGEST, affordable))
 
     def _can_log(self, tier: Tier, batch: Batch) -> bool:
         shares = len(batch) > 1
@@ -108,7 +130,7 @@ class Tail:
         """Positions that a row will have after a step beyond those logged; more than any record takes for none."""
         logged = self._rows.get(row.seq)
         if logged is None or logged.end is None:
-            return MOST + 1
+            return LONGEST + 1
         return batch.held(row) + 1 - logged.end
 
     def copy(self, number: int, positions: int, caches: Caches, layout: Layout) -> list[mx.array]:
@@ -147,6 +169,7 @@ class Tail:
         if logged is not None and logged.end is not None and 0 < held - logged.end <= copied.positions:
             copied.spans[seq] = (place, logged.end, held)
             logged.end = held
+            logged.logged_at = self._clock()
 
     def _log(self, tier: Tier, copied: Copy) -> None:
         spans = tuple(self._span(seq, *found) for seq, found in copied.spans.items() if seq in self._rows)
@@ -186,6 +209,7 @@ class Tail:
             if held > start:
                 self._log_first(tier, CacheSource(batch.caches, held, batch.place(row)), row.seq, start)
             logged.end = held
+            logged.logged_at = began
         self._budget.spend(self._clock() - began)
 
     @staticmethod

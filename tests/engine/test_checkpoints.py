@@ -105,6 +105,20 @@ def test_a_death_costs_a_few_tokens_of_each_row_also_of_short_ones(tiny, tmp_pat
         assert first.tokens[one.seq] + later.tokens[one.seq] == alone
 
 
+def test_a_row_that_the_log_follows_is_saved_in_larger_pieces(tiny, tmp_path, monkeypatch):
+    """What a death costs is in the log, and a piece costs much the same however long it is."""
+    monkeypatch.setattr(tail, "SHARE", 1.0)
+    monkeypatch.setattr(checkpoints, "SHARE", 1.0)
+    with engine(tiny, tmp_path) as one:
+        one.submit(row(1, prompt(LEAST), max_tokens=700))
+        while len(one.tokens[1]) < 600:
+            one.turn()
+        flush(one)
+        lengths = [found.name.end - found.name.start for found in pieces(tmp_path)]
+        assert len(lengths) <= 5, lengths
+        assert ends(tmp_path) >= LEAST + 600 - (INTERVAL + checkpoints.PUT_OFF + 2 * checkpoints.LOOK_EVERY)
+
+
 def test_a_prompt_that_is_read_once_and_answered_shortly_is_not_written(tiny, tmp_path):
     with engine(tiny, tmp_path) as one:
         for seq in range(3):

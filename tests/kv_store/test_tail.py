@@ -13,7 +13,8 @@ from driving import Rig, prompt, row
 from keeping import AMPLE, PATIENCE, kept
 
 from server.cache_guard import cache_arrays
-from server.engine.tail import MOST, Tail
+from server.engine import tail
+from server.engine.tail import LONGEST, MOST, Tail
 from server.kv_store.allowance import Allowance
 from server.kv_store.files import tail_log
 from server.kv_store.files.keys import BLOCK, KeyChain
@@ -251,12 +252,19 @@ def test_segments_go_once_no_row_needs_them(tmp_path, monkeypatch):
         assert len(tail_log.segments(live.folder)) == 1
 
 
-def test_a_row_that_is_too_far_behind_waits_for_a_piece(tmp_path):
+@pytest.mark.parametrize("size", [0, tail.RECORD_BYTES], ids=["of many bytes", "of few bytes"])
+def test_a_row_that_is_too_far_behind_waits_for_a_piece(size, tmp_path, monkeypatch):
+    """Too far is what one record doesn't take: some positions always, more of them as long as they are small."""
+    monkeypatch.setattr(tail, "RECORD_BYTES", size)
+    too_far = LONGEST if size else MOST
     rig = Rig("llama")
-    one = row(1, prompt(20), max_tokens=300)
+    one = row(1, prompt(20), max_tokens=600)
     with logging(rig, tmp_path, one) as live:
         live.step(5)
         for _ in range(MOST + 5):
+            live.batch.step()
+        assert bool(live.tail.positions(1, live.tier)) == bool(size)
+        for _ in range(too_far):
             live.batch.step()
         assert live.tail.positions(1, live.tier) == 0
         live.tail.saved(1, live.batch.held(one), live.tier)
