@@ -24,7 +24,7 @@ from server.certify import certificate
 from server.commands import completion
 from server.commands import options as people
 from server.commands.completion import OfferedCommand, OfferedOption
-from server.config.sources import ENV_PREFIX, Sources, did_you_mean, option, variable
+from server.config.sources import ENV_PREFIX, Sources, did_you_mean, option, refuse_undecoded, variable
 from server.errors import StartupError, joined_lines
 from server.settings import GROUPS, SIZE_UNITS, SIZES, in_words, load, load_from, read_sources
 from server.telemetry import logs
@@ -194,6 +194,8 @@ def offered() -> list[OfferedCommand]:
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
     """The options by name, `command` among them. Raises StartupError for those that don't exist."""
+    for argument in arguments:
+        refuse_undecoded(argument, f"the argument {argument!a}")
     top = parser()
     _refuse_option_without_command(top, arguments[:1])
     options, unknown = top.parse_known_args(arguments)

@@ -23,6 +23,7 @@ from server.errors import StartupError
 __all__ = [
     "ENV_PREFIX",
     "Settings",
+    "as_address",
     "from_json",
     "in_words",
     "is_loopback",
@@ -41,6 +42,7 @@ _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
 
 # Extensions of browsers and frames without an origin have one, too.
 _ORIGIN = re.compile(r"\*|null|file://|[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[^\s/:@?#*\[\]]+)(?::(?:\d{1,5}|\*))?")
+_HOST_NAME = re.compile(r"\*|[^\s/:@?#*\[\]]+")
 
 SECRETS = {"api_key", "api_key_file"}
 Names = list[str]
@@ -217,6 +219,14 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
                 raise ValueError(f"{origin!r} is no origin, which has a scheme and no path: https://app.example:8443")
         return sent
 
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _as_names(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if not (_HOST_NAME.fullmatch(host) or as_address(host)):
+                raise ValueError(f"{host!r} is no name of a host, which has no scheme, port and path: box.local")
+        return hosts
+
     @property
     def base_url(self) -> str:
         """The address at which a client on this machine reaches the server."""
@@ -246,10 +256,18 @@ def http_address(host: str, port: int) -> str:
 
 def is_loopback(host: str) -> bool:
     """True for addresses that no other machine can reach. `127.evil.example` is a name, whatever it begins with."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
+    address = as_address(host)
+    if address is None:
         return host.lower() == "localhost"
+    return address.is_loopback
+
+
+def as_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name. `127.evil.example` is one."""
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
 
 
 def in_words(name: str, value: Any) -> str:

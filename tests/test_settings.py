@@ -200,6 +200,21 @@ def test_an_unknown_word_points_to_the_help_that_lists_what_there_is(capsys, arg
         assert word in line
 
 
+@pytest.mark.parametrize("option", ["--model", "--model-alias", "--prefix-cache", "--config"])
+def test_bytes_that_the_locale_has_no_text_for_are_refused_in_one_line(capsys, monkeypatch, option):
+    """As Python hands them on: `ünï` of a UTF-8 terminal, where the locale is plain C."""
+    value = "ünï".encode().decode("ascii", "surrogateescape")
+    assert "locale" in complaint(capsys, "serve", option, value)
+    assert "locale" in complaint(capsys, "check", f"{option}={value}")
+    monkeypatch.setenv("MARATHON_MODEL_ALIAS", "x\udcff")
+    assert "MARATHON_MODEL_ALIAS isn't text in this locale" in complaint(capsys, "serve")
+
+
+@pytest.mark.parametrize("host", ["http://x", "x/", "a b", "x:8080", "me@x", "*.x", "[::1]:80", "a:80"])
+def test_a_host_that_no_request_could_name_is_refused(capsys, host):
+    assert repr(host) in complaint(capsys, "check", f"--allowed-hosts={host}")
+
+
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_a_key_file_without_a_key_is_noticed_before_anything_is_fetched(capsys, monkeypatch, tmp_path, command):
     monkeypatch.setattr("server.model_files.starter.ensure_starter", lambda *_: pytest.fail("fetched"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,14 @@ class Sources:
                 raise StartupError(f"{self._place(name)}: unknown setting {name!r}{did_you_mean(name, known)}")
 
 
+def refuse_undecoded(text: str, place: str) -> None:
+    """Raises StartupError for text from outside that Python couldn't read in the locale's encoding: what stands for its
+    bytes can't be written anywhere, so that it would fail later."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        encoding = sys.getfilesystemencoding()
+        raise StartupError(f"{place} isn't text in this locale's encoding, {encoding}; set LC_ALL=C.UTF-8, say")
+
+
 def _environment(known: Collection[str]) -> dict[str, str]:
     """The variables that are set to something, by the names of their settings. An empty one counts as absent."""
     found = {
@@ -115,6 +124,8 @@ def _environment(known: Collection[str]) -> dict[str, str]:
     for name in sorted(set(found) - set(known) - {_CONFIG}):
         near = did_you_mean(variable(name), map(variable, known))
         raise StartupError(f"unknown setting in the environment: {found[name][0]}{near}")
+    for name, value in found.values():
+        refuse_undecoded(value, name)
     return {name: value for name, (_, value) in found.items()}
 
 

@@ -249,22 +249,31 @@ async def test_routes_about_tokens_count_unknown_members_too(path: str, body: di
 
 # ---------------------------------------------------------------- reasoning
 @pytest.mark.parametrize(
-    ("reasoning", "effort"),
+    ("fields", "effort"),
     [
-        ({"enabled": False}, "none"),
-        ({"enabled": True}, "medium"),
-        ({"enabled": True, "effort": "high"}, "high"),
-        ({"enabled": False, "effort": "none"}, "none"),
-        ({"effort": "low", "summary": "auto"}, "low"),
-        ({}, None),
+        ({"reasoning": {"enabled": False}}, "none"),
+        ({"reasoning": {"enabled": True}}, "medium"),
+        ({"reasoning": {"enabled": True, "effort": "high"}}, "high"),
+        ({"reasoning": {"enabled": False, "effort": "none"}}, "none"),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, "low"),
+        ({"reasoning": {}}, None),
+        ({"thinking": {"type": "disabled"}}, "none"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "medium"),
+        ({"thinking": {"type": "adaptive"}}, None),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "high"}, "high"),
+        ({"enable_thinking": False}, "none"),
+        ({"enable_thinking": True}, "medium"),
+        ({"enable_thinking": False, "thinking": {"type": "disabled"}, "reasoning": {"enabled": False}}, "none"),
     ],
     ids=json.dumps,
 )
-async def test_reasoning_may_be_switched(reasoning: dict[str, Any], effort: str | None) -> None:
-    request = body.validate(ChatRequest, json.dumps({"messages": USER, "reasoning": reasoning}).encode())
+async def test_reasoning_may_be_switched(fields: dict[str, Any], effort: str | None) -> None:
+    request = body.validate(ChatRequest, json.dumps({"messages": USER} | fields).encode())
     async with run_server() as site:
         refusals.check_chat(request, site.served.settings)
-        assert (await site.chat(reasoning=reasoning)).status_code == 200
+        assert (await site.chat(**fields)).status_code == 200
+        metrics = (await site.client.get("/metrics")).text
+        assert 'marathon_unknown_request_fields_total{endpoint="chat"} 0.0' in metrics
     assert request.effort == effort
 
 
@@ -275,6 +284,11 @@ async def test_reasoning_may_be_switched(reasoning: dict[str, Any], effort: str 
         ({"reasoning": {"enabled": True, "effort": "none"}}, "reasoning.enabled"),
         ({"reasoning": {"enabled": False}, "reasoning_effort": "low"}, "reasoning.enabled"),
         ({"reasoning": {"enabled": "no"}}, "reasoning.enabled"),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "low"}, "thinking.type"),
+        ({"thinking": {"type": "enabled"}, "enable_thinking": False}, "thinking.type"),
+        ({"reasoning": {"enabled": False}, "enable_thinking": True}, "reasoning.enabled"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
+        ({"enable_thinking": "no"}, "enable_thinking"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
     ],

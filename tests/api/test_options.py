@@ -231,12 +231,12 @@ SOMETHING = {
 CHAT_NOTHING = {
     "add_special_tokens": False, "chat_template": None, "documents": [], "parse_tool_calls": True,
     "reasoning_format": "auto", "separate_reasoning": True, "audio": None, "web_search_options": None,
-    "moderation": None, "functions": None, "function_call": None,
+    "moderation": None, "functions": [], "function_call": "auto",
 }  # fmt: skip
 CHAT_SOMETHING = {
     "add_special_tokens": True, "chat_template": "{{ messages }}", "documents": [{"text": "x"}],
     "parse_tool_calls": False, "reasoning_format": "none", "separate_reasoning": False, "audio": {"voice": "x"},
-    "web_search_options": {}, "moderation": {}, "functions": [], "function_call": "auto",
+    "web_search_options": {}, "moderation": {}, "functions": [{"name": "f"}], "function_call": {"name": "f"},
 }  # fmt: skip
 
 

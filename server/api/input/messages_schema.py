@@ -20,6 +20,7 @@ from server.api.input.schema import (
     Many,
     Schema,
     StopString,
+    ThinkingOptions,
     UnofferedField,
     Wire,
     by_kind,
@@ -100,16 +101,6 @@ class TypedToolChoice(Wire):
     )
     name: str | None = Field(None, description="with `tool`: which one", examples=["get_time"])
     disable_parallel_tool_use: bool | None = Field(None, description="true: a forced call is a single one")
-
-
-class ThinkingOptions(Wire):
-    """Whether the model may think first."""
-
-    type: Literal["enabled", "adaptive", "disabled"] = Field(
-        description="`enabled` and `adaptive`: for templates that can switch thinking, on", examples=["adaptive"]
-    )
-    budget_tokens: Any = Field(None, description="accepted and ignored: only `max_tokens` ends an answer")
-    display: Any = Field(None, description="accepted and ignored: thoughts are always shown")
 
 
 class OutputFormat(Wire):

@@ -87,13 +87,12 @@ def check_unoffered(asked: Wire, path: str = "") -> None:
 
 def _check_reasoning(request: ChatRequest) -> None:
     """Raises for a budget, and for reasoning that is switched one way and measured the other."""
-    asked = request.reasoning
-    if asked is None:
-        return
-    check_unoffered(asked, "reasoning.")
-    if asked.enabled is not None and asked.enabled == (request.effort == "none"):
-        message = f"reasoning.enabled: {str(asked.enabled).lower()} contradicts the effort {request.effort!r}"
-        raise InvalidValue(message, param="reasoning.enabled")
+    if request.reasoning is not None:
+        check_unoffered(request.reasoning, "reasoning.")
+    for name, enabled in request.switches.items():
+        if enabled == (request.effort == "none"):
+            message = f"{name}: {str(enabled).lower()} contradicts the effort {request.effort!r}"
+            raise InvalidValue(message, param=name)
 
 
 def _is_id(key: str) -> bool:

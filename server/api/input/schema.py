@@ -416,11 +416,31 @@ class ReasoningOptions(Wire):
     @property
     def asked_effort(self) -> Effort | None:
         """The effort, in whichever form the client said it."""
-        if self.effort is not None or self.enabled is None:
-            return self.effort
-        if self.enabled:
-            return "medium"
-        return "none"
+        return self.effort or effort_of(self.enabled)
+
+
+def effort_of(enabled: bool | None) -> Effort | None:
+    """The effort that a switch stands for; None where it isn't set."""
+    if enabled is None:
+        return None
+    if enabled:
+        return "medium"
+    return "none"
+
+
+class ThinkingOptions(Wire):
+    """Whether the model may think first, as Anthropic's and some other servers' requests say it."""
+
+    type: Literal["enabled", "adaptive", "disabled"] = Field(
+        description="`enabled` and `adaptive`: for templates that can switch thinking, on", examples=["adaptive"]
+    )
+    budget_tokens: Any = Field(None, description="accepted and ignored: only `max_tokens` ends an answer")
+    display: Any = Field(None, description="accepted and ignored: thoughts are always shown")
+
+    @property
+    def enabled(self) -> bool | None:
+        """None where it is left to the model."""
+        return {"enabled": True, "disabled": False}.get(self.type)
 
 
 # ---------------------------------------------------------------- requests
@@ -581,6 +601,8 @@ class ChatRequest(GenerationRequest):
     reasoning: ReasoningOptions | None = Field(
         None, description="other forms of `reasoning_effort` and `include_reasoning`"
     )
+    thinking: ThinkingOptions | None = Field(None, description="as `reasoning.enabled`")
+    enable_thinking: bool | None = Field(None, description="as `reasoning.enabled`", examples=[False])
     include_reasoning: bool | None = Field(None, description="false: the answer comes without its reasoning")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the chat template", examples=[{"enable_thinking": False}]
@@ -609,9 +631,9 @@ class ChatRequest(GenerationRequest):
         None
     )
     moderation: Annotated[Any, UnofferedField((), "the server doesn't moderate", "Moderation isn't offered")] = None
-    functions: Annotated[Any, UnofferedField((), "use `tools`", "`functions` isn't offered; use `tools`")] = None
+    functions: Annotated[Any, UnofferedField(([],), "use `tools`", "`functions` isn't offered; use `tools`")] = None
     function_call: Annotated[
-        Any, UnofferedField((), "use `tool_choice`", "`function_call` isn't offered; use `tool_choice`")
+        Any, UnofferedField(("none", "auto"), "use `tool_choice`", "`function_call` isn't offered; use `tool_choice`")
     ] = None
     store: Any = Field(
         None, description="true: the answer is kept and goes on without its client; else nothing is stored"
@@ -628,9 +650,21 @@ class ChatRequest(GenerationRequest):
     @property
     def effort(self) -> Effort | None:
         """How much the model should think, in whichever form the client said it."""
-        if self.reasoning_effort is not None or self.reasoning is None:
+        if self.reasoning_effort is not None:
             return self.reasoning_effort
-        return self.reasoning.asked_effort
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            return self.reasoning.effort
+        return next(map(effort_of, self.switches.values()), None)
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """Whether the model should think, by the fields that say so."""
+        asked = {"enable_thinking": self.enable_thinking}
+        if self.thinking is not None:
+            asked["thinking.type"] = self.thinking.enabled
+        if self.reasoning is not None:
+            asked["reasoning.enabled"] = self.reasoning.enabled
+        return {name: enabled for name, enabled in asked.items() if enabled is not None}
 
     @property
     def shows_reasoning(self) -> bool:

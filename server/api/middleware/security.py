@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import re
 from collections.abc import Iterable
 
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.middleware.access import refusal
 from server.errors import Forbidden, InvalidApiKey, InvalidValue, RequestError, StartupError
-from server.settings import WILDCARDS, Settings
+from server.settings import WILDCARDS, Settings, as_address
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/"})
 OPEN_FOLDER = "/page/"  # the live page's files, which say nothing of the server
@@ -159,11 +158,3 @@ def hostname(host: str) -> str:
     if host.count(":") == 1:
         return host.rpartition(":")[0]
     return host
-
-
-def as_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for a name. `127.evil.example` is one."""
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None

@@ -210,7 +210,11 @@ class StoredAnswers:
         task.add_done_callback(self._tasks.discard)
 
     async def _resume(self, runs: list[AnswerRun]) -> None:
-        await self._engine()
+        try:
+            await self._engine()
+        except RequestError as error:  # the server ends before it could: the next one finds them unfinished
+            log.info("the work of an earlier server is left for the next one: %s", error)
+            return
         for run in runs:
             try:
                 work: Awaitable[object] = await self._taken_up(run)
