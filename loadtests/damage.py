@@ -27,6 +27,7 @@ from loadtests import disk_damage, harness
 from loadtests.chaos.comparison import Verdicts
 from loadtests.chaos.sse_client import Account, ask, completion
 from loadtests.harness import Server
+from loadtests.lab.experiment import Progress
 from loadtests.zoo.models import obtain
 from server.kv_store.files import folder as kept
 
@@ -106,6 +107,7 @@ def fill(model: Path, home: Path, bodies: Sequence[dict[str, Any]]) -> None:
 def attack(model: Path, home: Path, expected: Sequence[Account], asked: argparse.Namespace, outcome: Outcome) -> None:
     rng = random.Random(asked.seed)
     kills = 0
+    progress = Progress("case", [1.0] * asked.cases)
     with serving(model, home) as server:
         for right in expected:
             outcome.verdicts.judge("filling", right, answered(server, right.body))
@@ -113,6 +115,7 @@ def attack(model: Path, home: Path, expected: Sequence[Account], asked: argparse
             name = rng.choice(sorted(disk_damage.ACTS))
             right = rng.choice(expected)
             is_killed = number % KILL_EACH == KILL_EACH - 1
+            progress.report(number, name)
             damage(name, home, rng)
             seen = asyncio.run(_killed(server, right.body)) if is_killed else answered(server, right.body)
             kills += is_killed
