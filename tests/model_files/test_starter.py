@@ -322,7 +322,7 @@ def test_without_a_network_one_line_says_so(tmp_path, monkeypatch):
 
 
 def test_slow_work_says_how_far_it_is_and_ends_with_what_that_raises(shelf, tmp_path, monkeypatch):
-    monkeypatch.setattr(starter, "SAY_SECONDS", 0.05)
+    monkeypatch.setattr(starter, "SAY_SECONDS", 0.0)
 
     def say(line: str) -> None:
         if "so far" in line:
