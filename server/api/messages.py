@@ -18,7 +18,7 @@ from server.api.input.members import unknown
 from server.api.input.messages_schema import MessagesPrompt, MessagesRequest
 from server.api.input.refusals import check_unoffered
 from server.api.input.response_format import AnswerForm
-from server.api.input.schema import GenerationRequest
+from server.api.input.schema import GenerationRequest, effort_of
 from server.api.input.sequences import Bounds
 from server.api.openapi import GENERATION, errors, events
 from server.api.openapi import body as documented
@@ -32,7 +32,6 @@ from server.metrics import OTHER
 from server.settings import Settings
 
 ENDPOINT = "messages"
-THINKING = {"enabled": "medium", "adaptive": "medium", "disabled": "none"}  # efforts, where none is named
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stream")
 
 
@@ -118,7 +117,7 @@ def _effort(request: MessagesPrompt) -> str | None:
         named = request.output_config.effort
     if request.thinking is None:
         return named
-    switched = THINKING[request.thinking.type]
+    switched = effort_of(request.thinking.type != "disabled")  # `adaptive` is on here
     if switched == "none":
         return switched
     return named or switched

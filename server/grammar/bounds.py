@@ -24,6 +24,12 @@ _SCHEMAS = frozenset({
 })  # fmt: skip
 _LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 
+# An excluded bound, the keyword that includes it, the direction that leads inwards, and the bounds on the other side.
+_SIDES = (
+    ("exclusiveMinimum", "minimum", 1, ("exclusiveMaximum", "maximum")),
+    ("exclusiveMaximum", "maximum", -1, ("exclusiveMinimum", "minimum")),
+)
+
 
 def understood(schema: Any, depth: int = 0) -> Any:
     """The schema with bounds that llguidance keeps, in keywords that it knows."""
@@ -82,19 +88,15 @@ def _double(bound: int | float, inwards: float) -> int | float:
 
 def _apart(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema without an excluded whole number that llguidance would allow."""
-    least = _number(schema, "exclusiveMinimum")
-    most = _number(schema, "exclusiveMaximum")
     made = dict(schema)
-    if least is not None and "minimum" not in schema:
-        end = _number(schema, "maximum") if most is None else most
-        if end is not None and least == int(least) and 0 < end - least < 1:
-            del made["exclusiveMinimum"]
-            made["minimum"] = _next(least, end)
-    if most is not None and "maximum" not in schema:
-        end = _number(schema, "minimum") if least is None else least
-        if end is not None and most == int(most) and 0 < most - end < 1:
-            del made["exclusiveMaximum"]
-            made["maximum"] = _next(most, end)
+    for excluded, included, inwards, across in _SIDES:
+        bound = _number(schema, excluded)
+        ends = [end for key in across if (end := _number(schema, key)) is not None]
+        if bound is None or included in schema or not ends:
+            continue
+        if bound == int(bound) and 0 < inwards * (ends[0] - bound) < 1:
+            del made[excluded]
+            made[included] = _next(bound, ends[0])
     return made
 
 

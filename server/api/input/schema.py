@@ -601,7 +601,9 @@ class ChatRequest(GenerationRequest):
     reasoning: ReasoningOptions | None = Field(
         None, description="other forms of `reasoning_effort` and `include_reasoning`"
     )
-    thinking: ThinkingOptions | None = Field(None, description="as `reasoning.enabled`")
+    thinking: ThinkingOptions | None = Field(
+        None, description="as `reasoning.enabled`; `adaptive` leaves it to the template"
+    )
     enable_thinking: bool | None = Field(None, description="as `reasoning.enabled`", examples=[False])
     include_reasoning: bool | None = Field(None, description="false: the answer comes without its reasoning")
     chat_template_kwargs: dict[str, Any] | None = Field(
