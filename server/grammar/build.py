@@ -10,6 +10,7 @@ A grammar covers the whole answer. Where the model may reason first, the reasoni
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -27,12 +28,15 @@ from server.ipc.sequence import Grammar
 # One space, or a new line and its indentation: free enough for any style, and no model can fill its answer with it.
 WHITESPACE = r"( |\n[ ]{0,40})"
 OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+# Keywords that llguidance doesn't know are passed over, and of `oneOf` several may hold.
+LENIENT_OPTIONS = OPTIONS | {"lenient": True, "coerce_one_of": True}
 # Any tokens that spell a text may be drawn. Else llguidance would choose the ones that the tokenizer makes of it.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 MAX_CALLS = 16
 MAX_LOOKS = 200  # at parts of a schema, in search of the one at fault
 LOOK_SECONDS = 1.0  # of that search, which ends with the look under way: one may take as long as that at the whole
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+log = logging.getLogger("marathon.api")
 Tag = tuple[str | int, ...]  # texts in ordinary tokens, and the ids of control tokens
 
 
@@ -81,16 +85,31 @@ class FreeCalls:
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionRule:
+    """A function that an answer may call, and what its arguments follow.
+
+    Attributes:
+        parameters: the schema of its arguments.
+        param: where that stands in the request.
+        strict: the schema is refused unless the arguments can follow all of it; else they follow what they can.
+    """
+
+    name: str
+    parameters: dict[str, Any] | None
+    param: str
+    strict: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Calls:
     """Calls that the answer may consist of.
 
     Attributes:
-        functions: (name, parameters, where the parameters stand in the request).
         several: more than one call is allowed.
     """
 
     style: CallStyle
-    functions: Sequence[tuple[str, dict[str, Any] | None, str]]
+    functions: Sequence[FunctionRule]
     several: bool
 
 
@@ -158,12 +177,24 @@ def _calls(calls: Calls, prove: Prove) -> Iterator[str]:
         more = f" ({symbols(style.joint or ())} call){{0,{MAX_CALLS - 1}}}"
     yield f"calls: {symbols(style.opening)} call{more} {symbols(style.closing)}"
     yield f"call: {' | '.join(f'f{i}' for i in range(len(calls.functions)))}"
-    for index, (name, parameters, param) in enumerate(calls.functions):
-        check(ANY_OBJECT | (parameters or {}), param, prove)
-        schema = _arguments(parameters or {}, param)
-        head = (*style.before, json.dumps(name) if style.quotes else name, *style.after)
+    for index, function in enumerate(calls.functions):
+        name = json.dumps(function.name) if style.quotes else function.name
+        head = (*style.before, name, *style.after)
         yield f"f{index}: {symbols(head)} a{index} {symbols(style.tail)}"
-        yield f"a{index}: {json_rule(schema)}"
+        yield f"a{index}: {_arguments_rule(function, prove)}"
+
+
+def _arguments_rule(function: FunctionRule, prove: Prove) -> str:
+    schema = ANY_OBJECT | (function.parameters or {})
+    _refuse_at(*endless.fault(schema, function.param))
+    fault = _schema_fault(schema, prove)
+    options = OPTIONS
+    if fault and not function.strict and not _schema_fault(schema, prove, LENIENT_OPTIONS):
+        log.info("arguments of %.64s follow a part of their schema: %s", function.name, fault)
+        fault = ""
+        options = LENIENT_OPTIONS
+    _refuse_at(*_first_fault(schema, function.param, prove, fault))
+    return json_rule(_arguments(function.parameters or {}, function.param), options)
 
 
 def _arguments(parameters: dict[str, Any], param: str) -> dict[str, Any]:
@@ -211,19 +242,18 @@ def check(schema: Any, param: str, prove: Prove = checker.fault) -> None:
     """Check that a schema can be enforced. Raises InvalidValue that names the innermost place at fault."""
     if schema is False:
         raise InvalidValue(f"{param}: no answer could follow the schema `false`", param=param)
-    place, inner = endless.fault(schema, param)
-    if not inner:
-        place, inner = _first_fault(schema, param, prove)
-    if inner:
-        raise InvalidValue(f"{place}: this schema can't be enforced: {inner}", param=place)
+    _refuse_at(*endless.fault(schema, param))
+    _refuse_at(*_first_fault(schema, param, prove, _schema_fault(schema, prove)))
 
 
-def _first_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str]:
-    """Return (place, reason) of llguidance's objection to a schema; the reason is empty if it has none."""
-    try:
-        fault = _fault(f"start: {json_rule(schema)}", prove)
-    except RecursionError:
-        fault = "it is nested too deeply"
+def _refuse_at(place: str, fault: str) -> None:
+    if fault:
+        raise InvalidValue(f"{place}: this schema can't be enforced: {fault}", param=place)
+
+
+def _first_fault(schema: Any, param: str, prove: Prove, fault: str) -> tuple[str, str]:
+    """Return (place, reason) of `fault`, which is llguidance's objection to a schema; the reason is empty if it has
+    none."""
     if not fault or fault.startswith(TOO_COMPLEX):
         return _widest_fault(schema, param, prove) or (param, fault)
     return _innermost(schema, param, fault, prove)
@@ -241,6 +271,13 @@ def _widest_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str] | No
         if fault.startswith(TOO_COMPLEX):
             return place, fault
     return None
+
+
+def _schema_fault(schema: Any, prove: Prove, options: dict[str, Any] | None = None) -> str:
+    try:
+        return _fault(f"start: {json_rule(schema, options)}", prove)
+    except RecursionError:
+        return "it is nested too deeply"
 
 
 def _fault(lark: str, prove: Prove) -> str:

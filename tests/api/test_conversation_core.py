@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from scripted_site import scripted_server
-from serving import MODEL, USER, says, settings, tokenizer
+from serving import MODEL, USER, run_server, says, settings, tokenizer
 
 from loadtests import harness
 from server.api.context import ServedModel
@@ -77,6 +77,44 @@ def test_a_deferred_tool_can_be_forced() -> None:
     [sequence] = asked(CallChoice("required", {"later"})).sequences
     assert isinstance(sequence, TokenSequence)
     assert sequence.grammar is not None
+
+
+UNIQUE = {"type": "object", "properties": {"names": {"type": "array", "uniqueItems": True}}}
+FLAT = {"type": "function", "name": "now", "parameters": UNIQUE}
+
+
+def chat_tool(**strict: Any) -> dict[str, Any]:
+    function = {"name": "now", "parameters": UNIQUE, **strict}
+    return {"messages": USER, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+
+
+def response_tool(**strict: Any) -> dict[str, Any]:
+    return {"input": "x", "tools": [FLAT | strict], "tool_choice": "required"}
+
+
+def message_tool(**strict: Any) -> dict[str, Any]:
+    tool = {"name": "now", "input_schema": UNIQUE, **strict}
+    return {"messages": USER, "max_tokens": 4, "tools": [tool], "tool_choice": {"type": "any"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/chat/completions", chat_tool, "tools[0].function.parameters.properties.names"),
+        ("/v1/responses", response_tool, "tools[0].parameters.properties.names"),
+        ("/v1/messages", message_tool, "tools[0].input_schema.properties.names"),
+    ],
+)
+async def test_only_a_strict_tool_is_refused_for_a_keyword_that_cannot_be_enforced(
+    path: str, body: Callable[..., dict[str, Any]], place: str
+) -> None:
+    async with run_server() as site:
+        for strict in ({}, {"strict": None}, {"strict": False}):
+            assert (await site.post(path, body(**strict))).status_code == 200
+        refused = await site.post(path, body(strict=True))
+        assert refused.status_code == 400
+        assert f"{place}: " in refused.json()["error"]["message"]
+        assert len(site.fake.submits) == 3
 
 
 def test_a_choice_among_tools_that_are_not_there_is_refused_where_it_stands() -> None:

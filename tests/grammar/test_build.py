@@ -17,7 +17,7 @@ from server.api.input import tools
 from server.api.input.schema import ChatRequest
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import build
-from server.grammar.build import Calls, CallStyle, ReasoningRule
+from server.grammar.build import Calls, CallStyle, FunctionRule, ReasoningRule
 from server.ipc.sequence import Grammar
 from server.text.tokenizer import ChatPrompt, Tokenizer
 from server.text.tokens.control import Tags
@@ -26,7 +26,10 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 STYLE = CallStyle(('<tool_call>\n{"name": ',), (', "arguments": ',), ("}\n</tool_call>",), joint=("\n",), quotes=True)
 CALLS = Calls(
     STYLE,
-    [("get_time", CITY, "tools[0].function.parameters"), ("no-args", None, "tools[1].function.parameters")],
+    [
+        FunctionRule("get_time", CITY, "tools[0].function.parameters"),
+        FunctionRule("no-args", None, "tools[1].function.parameters"),
+    ],
     several=True,
 )
 THINK = ReasoningRule(("<think>",), ("</think>",), opened=False)
@@ -80,7 +83,7 @@ def test_a_forced_answer_is_calls_and_nothing_else() -> None:
     ids=str,
 )
 def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any] | None) -> None:
-    made = build.answer(calls=replace(CALLS, functions=[("f", parameters, "tools[0]")], several=False))
+    made = build.answer(calls=replace(CALLS, functions=[FunctionRule("f", parameters, "tools[0]")], several=False))
     assert accepts(made, call("f", a=None))
     assert not accepts(made, call("f").replace("{}", "null"))
 
@@ -88,7 +91,9 @@ def test_the_arguments_of_a_forced_call_are_an_object(parameters: dict[str, Any]
 @pytest.mark.parametrize("kind", ["string", "null", ["string", "null"]])
 def test_a_forced_call_whose_arguments_are_no_object_is_refused(kind: Any) -> None:
     with pytest.raises(InvalidValue, match="arguments are an object") as caught:
-        build.answer(calls=replace(CALLS, functions=[("f", {"type": kind}, "tools[0].function.parameters")]))
+        build.answer(
+            calls=replace(CALLS, functions=[FunctionRule("f", {"type": kind}, "tools[0].function.parameters")])
+        )
     assert caught.value.param == "tools[0].function.parameters.type"
 
 
@@ -171,7 +176,7 @@ def test_a_reference_that_leads_only_to_itself_is_refused_by_its_place(
     schema = json.loads(json.dumps(around).replace("{}", json.dumps(loop))) | {"$defs": LOOPS}
     for refused in (
         lambda: build.answer(schema, param="S"),
-        lambda: build.answer(calls=replace(CALLS, functions=[("f", schema, "S")])),
+        lambda: build.answer(calls=replace(CALLS, functions=[FunctionRule("f", schema, "S")])),
     ):
         with pytest.raises(InvalidValue, match=r"no text could follow it") as caught:
             refused()
@@ -254,7 +259,7 @@ def test_what_would_end_or_stall_the_process_is_refused(schema: dict[str, Any]) 
     with pytest.raises(InvalidValue, match=r"number below|too many digits"):
         build.answer(rule=f"%lark {{\nstart: %json {json.dumps(schema)}\n}}", param="grammar")
     with pytest.raises(InvalidValue) as caught:
-        build.answer(calls=replace(CALLS, functions=[("f", {"properties": {"a": schema}}, "tools[0]")]))
+        build.answer(calls=replace(CALLS, functions=[FunctionRule("f", {"properties": {"a": schema}}, "tools[0]")]))
     assert caught.value.param.startswith("tools[0]")
 
 
@@ -517,3 +522,52 @@ def test_the_tags_of_a_real_tokenizer_are_found() -> None:
     assert made is not None
     assert accepts(made.grammar, call("get_time", city="Oslo"))
     assert not accepts(made.grammar, call("get_time", city="Oslo") + "\n" + call("get_time", city="Oslo"))
+
+
+IN_PART = [
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, [1, 1], ["1"]),
+    ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}}, [2], ["1"]),
+    ({"type": "integer", "not": {"const": 3}}, 3, "3"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 3, "3"),
+    ({"type": "integer", "if": {"minimum": 3}, "then": {"multipleOf": 2}}, 5, "5"),
+    ({"type": "object", "properties": {"b": {"type": "null"}}, "dependentRequired": {"b": ["c"]}}, {}, {"b": 1}),
+]
+
+
+@pytest.mark.parametrize(("part", "followed", "broken"), IN_PART, ids=str)
+def test_a_tool_that_is_not_strict_follows_what_can_be_enforced_of_its_schema(
+    part: dict[str, Any], followed: Any, broken: Any
+) -> None:
+    schema = {"type": "object", "properties": {"a": part}, "required": ["a"], "additionalProperties": False}
+    function = FunctionRule("f", schema, "tools[0].parameters", strict=False)
+    made = build.answer(calls=replace(CALLS, functions=[function], several=False))
+    assert accepts(made, call("f", a=followed))
+    assert not accepts(made, call("f", a=broken))
+    assert not accepts(made, call("f"))
+    with pytest.raises(InvalidValue) as caught:
+        build.answer(calls=replace(CALLS, functions=[replace(function, strict=True)]))
+    assert caught.value.param == "tools[0].parameters.properties.a"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "string", "minLength": 5, "maxLength": 2},
+        {"type": "file"},
+        {"$ref": "https://example.org/schema"},
+        {"$ref": "#/$defs/self"},
+        {"type": "string", "pattern": "(?=a)b"},
+    ],
+    ids=str,
+)
+def test_a_schema_that_cannot_be_followed_even_in_part_is_refused(part: dict[str, Any], strict: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": part, "list": {"type": "array", "uniqueItems": True}},
+        "required": ["a"],
+        "$defs": {"self": {"type": "object", "properties": {"a": {"$ref": "#/$defs/self"}}, "required": ["a"]}},
+    }
+    function = FunctionRule("f", schema, "tools[0].parameters", strict)
+    with pytest.raises(InvalidValue, match=r"tools\[0\].parameters"):
+        build.answer(calls=replace(CALLS, functions=[function]))

@@ -63,7 +63,9 @@ def _offered(tool: ToolDefinition, where: str) -> OfferedTool:
         function["description"] = tool.description
     if tool.input_schema is not None:
         function["parameters"] = tool.input_schema
-    return OfferedTool(function, f"{where}.input_schema", tool.defer_loading is True)
+    return OfferedTool(
+        function, f"{where}.input_schema", deferred=tool.defer_loading is True, strict=tool.strict is True
+    )
 
 
 def _choice(choice: TypedToolChoice | None) -> CallChoice:

@@ -13,6 +13,7 @@ from pydantic import Field, Tag
 from server.api.input.schema import (
     IGNORED,
     MAX_MESSAGES,
+    STRICT,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -86,7 +87,7 @@ class ToolDefinition(Wire):
     defer_loading: bool | None = Field(
         None, description="true: it isn't listed; the model reads its definition where a `tool_reference` names it"
     )
-    strict: bool | None = Field(None, description="arguments always follow their schema when the call is forced")
+    strict: bool | None = Field(None, description=STRICT)
     input_examples: Any = Field(None, description=IGNORED)
     allowed_callers: Any = Field(None, description=IGNORED)
     eager_input_streaming: Any = Field(None, description=IGNORED + "; arguments come as they form")

@@ -15,6 +15,7 @@ from server.api.input.schema import (
     IGNORED,
     MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
+    STRICT,
     Many,
     ReasoningOptions,
     SamplingFields,
@@ -116,7 +117,7 @@ class ResponseTool(Wire):
     name: str | None = Field(None, description="its name", examples=["get_time"])
     description: str | None = Field(None, description="what it does")
     parameters: dict[str, Any] | None = Field(None, description="of a function: JSON schema of its arguments")
-    strict: bool | None = Field(None, description="arguments always follow their schema when the call is forced")
+    strict: bool | None = Field(None, description=STRICT)
     format: CustomFormat | None = Field(None, description="of a custom tool")
     tools: Many[ResponseTool] | None = Field(None, description="of a namespace: its functions and custom tools")
     defer_loading: Any = Field(None, description=IGNORED + "; the tool is listed")

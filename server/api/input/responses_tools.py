@@ -95,7 +95,7 @@ def _offered(tool: ResponseTool, namespace: str | None, where: str) -> OfferedTo
         function["parameters"] = _INPUT
     elif tool.parameters is not None:
         function["parameters"] = tool.parameters
-    return OfferedTool(function, f"{where}.parameters")
+    return OfferedTool(function, f"{where}.parameters", strict=tool.strict is True)
 
 
 def _grammar(form: CustomFormat | None) -> str:

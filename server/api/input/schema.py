@@ -44,6 +44,7 @@ INTEGERS = frozenset({
     "max_output_tokens", "seed", "top_k", "top_logprobs", "truncate_prompt_tokens",
 })  # fmt: skip
 IGNORED = "accepted and ignored: it can't change the answer"
+STRICT = "a schema of which a forced call couldn't follow all is refused; else as much as can be is followed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +313,7 @@ class Function(Wire):
         description="JSON schema of its arguments",
         examples=[{"type": "object", "properties": {"city": {"type": "string"}}}],
     )
-    strict: bool | None = Field(None, description="arguments always follow their schema when the call is forced")
+    strict: bool | None = Field(None, description=STRICT)
 
 
 class Tool(Wire):

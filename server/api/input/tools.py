@@ -18,7 +18,7 @@ from server.api.input.response_format import AnswerForm
 from server.api.input.schema import ChatRequest, NamedChoice
 from server.errors import InvalidValue, UnsupportedParameter
 from server.grammar import build
-from server.grammar.build import Calls, FreeCalls
+from server.grammar.build import Calls, FreeCalls, FunctionRule
 from server.grammar.checker import Prove, fault
 from server.ipc.sequence import Grammar
 from server.text import layout
@@ -37,11 +37,13 @@ class OfferedTool:
         function: its name, description and parameters, as templates take them.
         param: where the schema of its parameters stands in the request.
         deferred: the template doesn't list it, for the conversation defines it where the model asked for it.
+        strict: where calls follow a grammar, the schema is refused unless the arguments can follow all of it.
     """
 
     function: dict[str, Any]
     param: str
     deferred: bool = False
+    strict: bool = False
 
     @property
     def name(self) -> str:
@@ -124,7 +126,7 @@ def _only(choice: CallChoice, tools: Sequence[OfferedTool]) -> Sequence[OfferedT
 def read(request: ChatRequest) -> ToolOptions:
     """Raises for a choice that the tools don't allow."""
     tools = [
-        OfferedTool(declared(tool.function), f"tools[{i}].function.parameters")
+        OfferedTool(declared(tool.function), f"tools[{i}].function.parameters", strict=tool.function.strict is True)
         for i, tool in enumerate(request.tools or [])
         if tool.function is not None
     ]
@@ -200,7 +202,9 @@ def _calls(offer: ToolOptions, tokenizer: Tokenizer, tags: Tags, param: str) -> 
         if form is None or offer.forced:
             raise build.unsupported(form.name if form else "none", param)
         return layout.free_calls(form, tags)
-    functions = [(tool.name, tool.function.get("parameters"), tool.param) for tool in offer.offered]
+    functions = [
+        FunctionRule(tool.name, tool.function.get("parameters"), tool.param, tool.strict) for tool in offer.offered
+    ]
     return Calls(style, functions, offer.several)
 
 
