@@ -7,6 +7,7 @@ twice. Runs in the main thread. What can't start ends with one line on stderr an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
@@ -28,6 +29,7 @@ from server.config.sources import ENV_PREFIX, Sources, did_you_mean, option, ref
 from server.errors import StartupError, joined_lines
 from server.settings import GROUPS, SIZE_UNITS, SIZES, in_words, load, load_from, read_sources
 from server.telemetry import logs
+from server.telemetry.output import checked_output
 
 EXIT_UNABLE = 2
 COMMANDS = {
@@ -158,7 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.exit(_run(parse(given)))
+        with checked_output():
+            code = _run(parse(given))
+        sys.exit(code)
     except StartupError as error:
         sys.exit(_complain(str(error), given))
     except KeyboardInterrupt:
@@ -252,7 +256,8 @@ def _complain(message: str, given: Sequence[str]) -> int:
         logs.configure(form="json")
         logging.getLogger("marathon").critical("%s", line)
     else:
-        print(f"marathon: {line}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the exit code still says it
+            print(f"marathon: {line}", file=sys.stderr, flush=True)
     return EXIT_UNABLE
 
 

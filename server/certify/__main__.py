@@ -45,6 +45,7 @@ from server.memory import metal_count, native_count
 from server.memory.allocator import CountUnavailable
 from server.memory.pressure import Fit
 from server.memory.residency import CountSource, NoCount
+from server.telemetry.output import checked_output
 
 RUN_SECONDS = 120.0
 BEYOND = 2  # a run to the limit is given up at so many times the predicted token
@@ -249,10 +250,11 @@ def main() -> int:
     order = Order(**json.loads(sys.stdin.read()))
     try:
         certificate = certify(order, _print)
+        with checked_output():
+            print(to_json(certificate) if order.as_json else to_text(certificate))
     except StartupError as error:
         print(f"marathon: {joined_lines(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
-    print(to_json(certificate) if order.as_json else to_text(certificate))
     if certificate.passed:
         return 0
     return EXIT_FAILED

@@ -7,8 +7,6 @@ command's module only when that command is given: most of them take a moment to 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,11 +92,7 @@ def _journal_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(command: str, options: dict[str, Any]) -> int:
     """Carry out a command and return the exit code. Raises StartupError with the line to print."""
-    try:
-        return _RUN[command](options)
-    except BrokenPipeError:  # the reader, such as `head`, has enough; Python would complain at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return _RUN[command](options)
 
 
 def _status(options: dict[str, Any]) -> int:
