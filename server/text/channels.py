@@ -220,7 +220,10 @@ def transitions(tokenizer: Tokenizer, *, tools: bool) -> tuple[Transitions, str]
     for state, more in tokenizer.transitions.items():
         edges.setdefault(state, []).extend(more)
     led = any(state == TOOL for more in edges.values() for _, state in more)
-    if form := tokenizer.tool_format:
+    form = tokenizer.tool_format
+    if form and form.is_bare:
+        edges[NORMAL] += [(form.start, NORMAL)]
+    elif form:
         if not led:
             edges[NORMAL] += [(form.start, TOOL)]
         edges[NORMAL] += [(tag, TOOL) for name, tag in UNTAGGED.items() if name == form.name]
@@ -240,7 +243,7 @@ def formed(tokenizer: Tokenizer, *, tools: bool, reasons: bool) -> tuple[Transit
         if reasons:
             edges[OPENING] += [(opening, REASONING)]
         edges[REASONING] += [(closing, OPENING)]
-    if form := tokenizer.tool_format:
+    if (form := tokenizer.tool_format) and not form.is_bare:
         edges[OPENING] += [(form.start, TOOL)]
         if form.end:
             edges[TOOL] += [(form.end, OPENING)]

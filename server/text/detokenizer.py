@@ -4,8 +4,9 @@ Owns the text of one choice while it is generated: UTF-8, tags, stop strings, to
 loop, one `TextState` a choice, O(1) a token. Streamed and plain answers are the same pieces, sent at once or collected,
 so they can't differ. Never sends, never waits, and survives a change of engines untouched.
 
-What is held back: up to three bytes of a character, the beginning of a tag, the beginning of a stop string, and line
-breaks at the edge of reasoning. All of it is let go as soon as it can't become what it was held for.
+What is held back: up to three bytes of a character, the beginning of a tag, the beginning of a stop string, line breaks
+at the edge of reasoning, and what may be a call without tags. All of it is let go as soon as it can't become what it
+was held for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from server.text.calls.bare_calls import BareCalls
 from server.text.calls.call_ids import CallIds
 from server.text.calls.tool_calls import Block, CallArguments, CallBegin, CallPiece
 from server.text.channels import FORMED, OPENING, Channels, Segment, Watch, formed, transitions
@@ -91,12 +93,14 @@ class TextState:
         self._stop_ids = frozenset(stop_ids)
         self._show_special = show_special
         self._tools = tools
-        parser = tokenizer.tool_format.name if tokenizer.tool_format else ""
-        self._ids = CallIds(parser, earlier_calls, new_id, seed=call_seed)
+        form = tokenizer.tool_format
+        self._ids = CallIds(form.name if form else "", earlier_calls, new_id, seed=call_seed)
+        self._bare: BareCalls | None = None
+        if chat and tools and form and form.is_bare:
+            self._bare = BareCalls(tools, self._ids, begins=not continues)
         self._utf8 = _UTF8("replace")
         self._is_cut = False  # a character's end is missing
-        is_json = tokenizer.tool_format is not None and tokenizer.tool_format.is_json
-        self._channels = Channels(edges, first, tags, strings=follows and is_json)
+        self._channels = Channels(edges, first, tags, strings=bool(follows and form and form.is_json))
         self._stops = stops
         self._content = _Flow(stops)
         self._thought = _Flow(stops, trim=_BREAKS)
@@ -131,6 +135,8 @@ class TextState:
             self._place(self._channels.finish())
         if not self.stopped and self._block is not None:
             self._end_block(cut)
+        if not self.stopped and self._bare is not None:
+            self._emit(self._bare.interrupt(ended=not cut))
         self._say(Reasoning, "" if self._thought.stopped else self._thought.rest())
         self._say(Content, "" if self._content.stopped else self._content.rest())
         return self._taken()
@@ -168,6 +174,8 @@ class TextState:
             self._in_block(segment)
         elif segment.state == REASONING:
             self._write(Reasoning, self._thought, segment.text)
+        elif segment.state in _CONTENT and self._bare is not None:
+            self._search(self._bare, segment)
         elif segment.state in _CONTENT:
             self._write(Content, self._content, segment.text)
         if segment.tag and not self.stopped:
@@ -192,6 +200,12 @@ class TextState:
         self._content.trim(_BREAKS)
 
     # ---------------------------------------------------------------- tool calls
+    def _search(self, bare: BareCalls, segment: Segment) -> None:
+        self._emit(bare.feed(segment.text))
+        if segment.tag:
+            self._emit(bare.interrupt())
+        self.calls = bare.calls
+
     def _in_block(self, segment: Segment) -> None:
         form = self._tokenizer.tool_format
         text = segment.text

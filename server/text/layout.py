@@ -6,7 +6,7 @@ Owns the translation of a model's format into the parts of a grammar. Runs in th
 from __future__ import annotations
 
 from server.grammar.build import CallStyle, FreeCalls, ReasoningRule, Tag
-from server.text.tokenizer import ChatPrompt, Tokenizer, ToolFormat
+from server.text.tokenizer import BARE, ChatPrompt, Tokenizer, ToolFormat
 from server.text.tokens import harmony
 from server.text.tokens.control import NORMAL, Tags
 
@@ -44,6 +44,8 @@ def call_style(form: ToolFormat, tags: Tags) -> CallStyle | None:
         before = _joined(tags, harmony.CHANNEL, "commentary" + harmony.TO)
         after = (" ", *_joined(tags, harmony.CONSTRAIN, "json", harmony.MESSAGE))
         return CallStyle(before, after, tags.tag(harmony.CALL), joint=None)
+    if form.name == BARE:
+        return CallStyle(('{"name": ',), (', "parameters": ',), ("}",), joint=("; ",), quotes=True)
     if not form.is_json:
         return None
     start = tags.tag(form.start)

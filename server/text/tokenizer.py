@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,10 @@ from server.text.tokens.vocabulary import Vocabulary
 
 log = logging.getLogger("marathon")
 _WORTH_A_MARK = 16  # a shorter prefix is read again sooner than it is found
+BARE = "bare_json"
+_CODE = "<|python_tag|>"  # which Llama 3 may write before a call
+# How a template tells its model to write calls without tags.
+_BARE_CALL = re.compile(r'\{\s*"name"\s*:\s*function name\s*,\s*"parameters"\s*:')
 _SPELLED_THINK = ("<think>", "</think>")
 
 
@@ -41,7 +46,7 @@ class ToolFormat:
     """How the model writes a tool call.
 
     Attributes:
-        name: of mlx-lm's parser.
+        name: of mlx-lm's parser; "harmony" or `BARE` where it has none.
         start, end: tags around calls; `end` may be empty: until the end of the answer.
         is_json: between the tags stands exactly `{"name": …, "arguments": {…}}`, so that a grammar can be built.
         parse: (text between the tags, tools) → call or calls; raises whatever it likes.
@@ -52,6 +57,11 @@ class ToolFormat:
     end: str
     is_json: bool
     parse: Callable[[str, list[dict[str, Any]] | None], Any]
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether a call is a JSON object in the answer's text; `start` may stand before it."""
+        return self.name == BARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +274,8 @@ def _tool_format(wrapper: Any, tokenizer: Tokenizer) -> ToolFormat | None:
     if tokenizer.speaks_harmony:
         return ToolFormat("harmony", " to=functions.", "<|call|>", False, _no_parser)
     if not wrapper.has_tool_calling:
+        if any(_BARE_CALL.search(text) for source in _sources(wrapper) for text in literals(source)):
+            return ToolFormat(BARE, _CODE, "", False, _no_parser)
         return None
     name = wrapper.tool_parser.__module__.rpartition(".")[2]
     return ToolFormat(name, wrapper.tool_call_start, wrapper.tool_call_end, name == "json_tools", wrapper.tool_parser)

@@ -66,6 +66,7 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], int | None]] = {
     "normalises": (composing, {"template": small.THINKING}, None),
     "the prompt opens reasoning": (composing, {"template": OPENED}, None),
     "pieces": (pieces, {"template": small.CHATML, "eos_token": "</s>"}, -1),
+    "calls without tags": (small.byte_level, {"template": small.BARE}, None),
     "no tags": (small.byte_level, {"template": small.CHATML}, None),
     "full width": (
         lambda: small.byte_level(*tags(False, "<｜User｜>", "<｜tool▁calls▁begin｜>", "<think>", "</think>")),

@@ -31,6 +31,20 @@ THINKING = (
     + CHATML.removesuffix("{% endif %}")
     + "{{ '<think>\n' if enable_thinking is not defined or enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
 )
+# What the templates of Llama 3.1 and later say, in few words.
+BARE = (
+    "{{ bos_token }}{%- set head = '<|im_start|>' %}{%- set end = '<|im_end|>' %}"
+    "{%- if tools %}{{ head + 'system\n' }}"
+    '{{ \'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.\' }}'
+    "{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ end }}{% endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.tool_calls %}"
+    "{%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+    "{%- set call = m.tool_calls[0].function %}"
+    "{{ head + 'assistant\n{\"name\": \"' + call.name + '\", \"parameters\": ' + call.arguments | tojson + '}' + end }}"
+    "{%- else %}{{ head + m.role + '\n' + m.content + end }}{% endif %}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ head + 'assistant\n' }}{% endif %}"
+)
 TRIMMING = (
     "{{ bos_token }}{%- for m in messages %}{%- if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "{{ '[INST]' if m.role == 'user' else '' }}{{ m.content | trim }}{{ '[/INST]' if m.role == 'user' else eos_token }}"

@@ -51,6 +51,18 @@ def read(text: str) -> list[ModelCall | str]:
     return [*parts, _stray(text[done:])]
 
 
+def whole(text: str) -> ModelCall | None:
+    """The call that all of a text is; None unless its arguments are an object, and a member of their own."""
+    try:
+        value = _decoder.decode(text)
+        call = written(value)
+    except (ValueError, RecursionError):
+        return None
+    inner = value["function"] if isinstance(value.get("function"), dict) else value
+    named = "parameters" in inner or "arguments" in inner
+    return call if named and str(call.arguments).startswith("{") else None
+
+
 def behind_arguments(text: str) -> str:
     """What follows the object whose arguments end where the text begins."""
     match = _REST.match(text)
