@@ -7,6 +7,7 @@ body. Runs on the event loop. Everything it needs is an argument; it makes nothi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -49,6 +50,8 @@ from server.text.tokenizer import Tokenizer
 
 METHODS = {"GET": "GET", "HEAD": "GET", "POST": "POST", "DELETE": "DELETE"}  # → that of the route that answers
 
+log = logging.getLogger("marathon")
+
 
 def create_app(served: AppContext) -> FastAPI:
     """The application that serves `served`. Raises StartupError for a key file that gives no key."""
@@ -89,6 +92,10 @@ def serving(settings: Settings) -> AppContext:
 def assemble(settings: Settings, model: ModelLocation, metrics: Metrics, supervisor: Supervisor) -> AppContext:
     """The same of parts that are there already."""
     tokenizer = Tokenizer.load(model.path, trust_remote_code=settings.trust_remote_code)
+    if settings.context and settings.context > tokenizer.context:
+        log.warning(
+            "--context %d is more than the model was made for; %d are used", settings.context, tokenizer.context
+        )
     created = int((model.path / "config.json").stat().st_mtime)
     return AppContext(settings, model.name, created, generic_tools.with_format(tokenizer), supervisor, metrics)
 

@@ -29,6 +29,7 @@ from server.errors import StartupError, one_line
 from server.ipc.messages import LOADING
 from server.ipc.probe import GROWTH, LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.model_files import model_config
+from server.model_files.generation_config import without_broken
 from server.model_files.stumbles import in_words
 from server.model_files.trial_results import TrialResults
 from server.model_files.weights import only_weights
@@ -103,7 +104,7 @@ def load(
     if fault := model_config.fault(path, typed=True):
         raise StartupError(f"can't load the model in {path}: {fault}")
     try:
-        with only_weights(path) as folder:
+        with without_broken(path) as sound, only_weights(sound) as folder:
             model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
             weights = read_weights(model, on_read)
     except Exception as error:

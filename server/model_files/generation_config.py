@@ -1,15 +1,21 @@
 """The sampling values that a model's makers recommend, as far as they can be in force.
 
-Owns the reading of generation_config.json. Runs once, when the tokenizer is loaded. Says in the log what of it is out
-of range or no number, and never raises: a model isn't refused for a recommendation.
+Owns the reading of generation_config.json. Runs when the tokenizer is loaded, and in the engine when the model is. Says
+in the log what of it is out of range or no number, and never raises: a model isn't refused for a recommendation.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from server.model_files.model_config import json_object
+
+NAME = "generation_config.json"
 RANGES: dict[str, tuple[float, float]] = {  # as for a request's own values
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -20,6 +26,31 @@ RANGES: dict[str, tuple[float, float]] = {  # as for a request's own values
 WHOLE = frozenset({"top_k"})
 
 log = logging.getLogger("marathon")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What the file in the model's folder says; {} without one, and with a line in the log where it can't be read."""
+    value, reason = json_object(folder / NAME)
+    if reason:
+        log.warning("%s is ignored, and with it what the model's makers recommend: it %s", folder / NAME, reason)
+    return value
+
+
+@contextmanager
+def without_broken(folder: Path) -> Iterator[Path]:
+    """A folder of which mlx-lm reads no broken generation_config.json: `folder` itself where that is so, else one of
+    links, for as long as the block lasts. mlx-lm 0.32 ignores what isn't JSON and fails over JSON that is no object and
+    over what isn't UTF-8; this may go once it ignores these too."""
+    _, reason = json_object(folder / NAME)
+    if not reason:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="marathon-model-") as name:
+        shown = Path(name)
+        for file in folder.iterdir():
+            if file.name != NAME:
+                (shown / file.name).symlink_to(file.absolute())
+        yield shown
 
 
 def defaults(generation: Mapping[str, Any]) -> dict[str, float]:
@@ -43,5 +74,5 @@ def _value(name: str, value: Any) -> float | None:
 
 
 def _said(name: str, value: Any, what: str, used: float | None) -> float | None:
-    log.warning("generation_config.json: %s %s %s", name, repr(value)[:60], what)
+    log.warning("%s: %s %s %s", NAME, name, repr(value)[:60], what)
     return used

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from server.errors import one_line
 
 CONFIG = "config.json"
-_FILES = (CONFIG, "generation_config.json", "tokenizer_config.json")
+_FILES = (CONFIG, "tokenizer_config.json")
 TOKENIZER = "tokenizer.json"
 LFS_POINTER = b"version https://git-lfs"  # how the files of a clone begin that Git LFS hasn't fetched
 USUAL_CONTEXT = 32768  # positions, where the files don't say
@@ -51,7 +51,7 @@ def fault(folder: Path, *, typed: bool = False) -> str:
     """What is wrong with the model's JSON files, in words; empty if nothing is. Loading would fail, and blame another
     file or none. `typed`: the config must name the kind of model."""
     for name in _FILES:
-        value, reason = _object(folder / name)
+        value, reason = json_object(folder / name)
         if reason:
             return f"{name} {reason}"
         if typed and name == CONFIG and not isinstance(value.get("model_type"), str):
@@ -61,7 +61,7 @@ def fault(folder: Path, *, typed: bool = False) -> str:
 
 def tokenizer_fault(folder: Path) -> str:
     """What is wrong with tokenizer.json, in words; empty if nothing that can be seen without loading it."""
-    value, reason = _object(folder / TOKENIZER)
+    value, reason = json_object(folder / TOKENIZER)
     if not reason and value and not isinstance(value.get("model"), dict):
         reason = "is no tokenizer: it has no `model`"
     if reason:
@@ -69,7 +69,7 @@ def tokenizer_fault(folder: Path) -> str:
     return ""
 
 
-def _object(file: Path) -> tuple[dict[str, Any], str]:
+def json_object(file: Path) -> tuple[dict[str, Any], str]:
     """The JSON object in a file, {} where there is no file; and what is wrong with it."""
     try:
         content = file.read_bytes()

@@ -68,7 +68,8 @@ class TrialResults(Generic[Result]):
             write_whole(self._file(model), encoded)
             self._drop_oldest()
         except OSError as error:
-            log.debug("what the model showed can't be kept in %s: %s", self._folder, error.strerror)
+            words = "what the model showed can't be kept in %s, and each start tries it out again: %s"
+            log.warning(words, self._folder, error.strerror)
 
     def _drop_oldest(self) -> None:
         files = sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)

@@ -136,13 +136,14 @@ class Tokenizer:
             from mlx_lm.utils import load_tokenizer
 
         config = model_config.read(path, "config.json")
-        generation = model_config.read(path, "generation_config.json")
+        generation = generation_config.read(path)
         own = model_config.read(path, "tokenizer_config.json")
         extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         try:
             if (template := files.chat_template(path, own)) is not None:
                 extra["chat_template"] = template
-            made = cls(load_tokenizer(path, extra), config, generation, own)
+            with generation_config.without_broken(path) as folder:
+                made = cls(load_tokenizer(folder, extra), config, generation, own)
         except Exception as error:  # foreign files and foreign code
             reason = model_config.fault(path) or model_config.tokenizer_fault(path) or in_words(error, "transformers")
             if not any((path / name).is_file() for name in VOCABULARIES):

@@ -164,8 +164,6 @@ def test_a_folder_that_holds_no_model_is_refused_in_one_line(tmp_path, config):
         ("config.json", '{"model_type": 5}', "config.json names no model_type"),
         ("config.json", "[]", "config.json is no JSON object"),
         ("config.json", '{"model_type": "llama",', "config.json can't be read: "),
-        ("generation_config.json", "[1]", "generation_config.json is no JSON object"),
-        ("generation_config.json", '{"temperature":', "generation_config.json can't be read: "),
         ("tokenizer_config.json", '"x"', "tokenizer_config.json is no JSON object"),
     ],
 )
@@ -175,6 +173,15 @@ def test_the_file_that_is_no_config_is_named(tmp_path, name, text, said):
     with pytest.raises(StartupError) as caught:
         model.load(tmp_path, trust_remote_code=False, probe=None, on_stage=lambda stage: None)
     assert f"can't load the model in {tmp_path}: {said}" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"[1]", b'"x"', b"7", b'{"temperature": 1, "_": "\xe9"}'])
+def test_a_broken_generation_config_ends_no_start(tmp_path, content):
+    zoo.write("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_bytes(content)
+    known = model.Probe(8, "batched", [], 0, 0)
+    loaded = model.load(tmp_path, trust_remote_code=False, probe=known, on_stage=lambda stage: None)
+    assert loaded.config["model_type"] == "llama"
 
 
 # ---------------------------------------------------------------- reading

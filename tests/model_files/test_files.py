@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 from annotated_types import Ge, Gt, Le
+from prometheus_client import CollectorRegistry
 from serving import TOKENIZER, USER, engine, run_server
 
 from server.api.input.schema import ChatRequest
+from server.app import assemble
+from server.metrics import Metrics
 from server.model_files import generation_config
+from server.model_files.locate import ModelLocation
+from server.settings import load
+from server.supervision.supervisor import Supervisor
 from server.text.tokenizer import Tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -184,10 +190,43 @@ async def test_values_out_of_range_are_never_in_force(tmp_path: Path) -> None:
             assert draws.repetition_penalty == 10
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '"x"', '{"eos_token_id": "x"}', '{"eos_token_id": [null, "x", true]}'])
-def test_a_broken_generation_config_keeps_no_model_from_being_served(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', '{"eos_token_id": [null, "x", true]}'])
+def test_end_tokens_that_are_none_keep_no_model_from_being_served(tmp_path: Path, content: str) -> None:
     path = folder(tmp_path, ONE)
     (path / "generation_config.json").write_text(content)
     tokenizer = Tokenizer.load(path, trust_remote_code=False)
     assert tokenizer.defaults == {}
     assert all(type(token) is int for token in tokenizer.eos_ids)
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"[]", b'"x"', b"7", b"null", b'{"temperature": 1, "_": "\xe9"}'])
+def test_a_broken_generation_config_is_one_line_and_the_usual_defaults(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder(tmp_path, ONE)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    sound = Tokenizer.load(path, trust_remote_code=False)
+    (path / "generation_config.json").write_bytes(content)
+    caplog.clear()
+    tokenizer = Tokenizer.load(path, trust_remote_code=False)
+    assert tokenizer.defaults == {}
+    assert tokenizer.eos_ids == sound.eos_ids
+    assert tokenizer.folder == path
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "generation_config.json is ignored" in line
+
+
+# ---------------------------------------------------------------- context
+@pytest.mark.parametrize(("asked", "said"), [(None, 0), (64, 0), (128, 0), (129, 1), (10**6, 1)])
+def test_a_context_beyond_the_models_own_is_said_with_the_one_that_is_used(
+    tmp_path: Path, asked: int | None, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder(tmp_path, ONE)
+    (path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 128}')
+    settings = load({"context": asked} if asked else {})
+    metrics = Metrics(CollectorRegistry())
+    served = assemble(settings, ModelLocation(path, "m"), metrics, Supervisor(settings, path, metrics))
+    served.close()
+    lines = [record.getMessage() for record in caplog.records if "--context" in record.getMessage()]
+    assert lines == [f"--context {asked} is more than the model was made for; 128 are used"] * said
+    assert served.context == min(asked or 128, 128)

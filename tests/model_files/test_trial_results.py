@@ -103,3 +103,14 @@ def test_what_may_have_been_of_the_moment_is_not_kept(tmp_path, tiny, monkeypatc
     loaded = model.load(tiny("llama"), trust_remote_code=False, probe=None, on_stage=lambda stage: None, trials=here)
     assert loaded.probe.batching == str(error)
     assert (here.recall(tiny("llama")) is not None) == bool(kept)
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file"])
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, folder, place, caplog):
+    (tmp_path / "file").write_text("")
+    kept = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "trials"}[place]
+    results = TrialResults(Probe, kept, "GPU 8", [])
+    results.keep(folder, PROBE)
+    assert results.recall(folder) is None
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert str(kept) in line

@@ -102,8 +102,8 @@ def test_a_tokenizer_that_cannot_be_loaded_is_said_by_its_cause(tmp_path: Path) 
     with pytest.raises(StartupError, match=r"there is none of tokenizer\.json"):
         load(folder)
     folder = small.write(tmp_path / "list", small.byte_level)
-    (folder / "generation_config.json").write_text("[]")
-    with pytest.raises(StartupError, match=r"generation_config\.json is no JSON object"):
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(StartupError, match=r"config\.json is no JSON object"):
         load(folder)
 
 
