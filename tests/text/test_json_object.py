@@ -69,6 +69,11 @@ def read(*parts: str) -> tuple[str, bool]:
          {"a": 'say "hi", it\'s é "q"', "b": "", "c": "it's"}),
         ('{"a": 1, // the first, {"x": "y"}\n "b": /* ** / "c" */ "// no /* remark */", /**/ }',
          {"a": 1, "b": "// no /* remark */"}),
+        ('{"a": "say "hi" now", "b": "he said "hi"", "c": ""hi", he said", "d": ["a "b" c", ""], "e": ""}',
+         {"a": 'say "hi" now', "b": 'he said "hi"', "c": '"hi", he said', "d": ['a "b" c', ""], "e": ""}),
+        ('{"a": "<b class="x">if (y == "z") {</b>" , b: "k": v"}',
+         {"a": '<b class="x">if (y == "z") {</b>', "b": 'k": v'}),
+        ("{'a': 'it's fine', 'b': \"it's\"}", {"a": "it's fine", "b": "it's"}),
         ('{// one\n"a"/* two */:/***/5/* three */}', {"a": 5}),
     ],
 )  # fmt: skip
@@ -87,9 +92,42 @@ def test_json_stays_as_it_is(value: dict[str, Any], ascii_only: bool, indent: in
     assert read(text[:cut], text[cut:]) == (text, True)
 
 
-@pytest.mark.parametrize("text", ['{"a": tru', '{"a": "x\\', '{"a": "\\u00', '{"a": 1, ', "{"])
+@pytest.mark.parametrize("text", ['{"a": "x" "b": 1}', '{"a": "x", "b", "c": 1}', '{"a" "x"}', '{"a": ["x" "y"]}'])
+def test_what_may_mean_two_things_stays_as_it_is(text: str) -> None:
+    assert read(text) == read(*text) == (text, True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": "x"',
+        '{"a": "x" ',
+        '{"a": "x", ',
+        '{"a": "x", tru',
+        '{"a": tru',
+        '{"a": "x\\',
+        '{"a": "\\u00',
+        '{"a": 1, ',
+        "{",
+    ],
+)
 def test_nothing_of_a_cut_object_is_lost(text: str) -> None:
-    assert read(text) == (text, False)
+    assert read(text) == read(*text) == (text, False)
+
+
+WORDS = st.text("ab é.;<", min_size=1).filter(lambda text: text.strip())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(WORDS, min_size=3).filter(lambda words: len(words) % 2), min_size=1, max_size=3), st.data())
+def test_quotation_marks_around_words_are_part_of_a_string(texts: list[list[str]], data: st.DataObject) -> None:
+    meant = {f"k{n}": '"'.join(words) for n, words in enumerate(texts)}
+    written = "{" + ", ".join(f'"{key}": "{text}"' for key, text in meant.items()) + "}"
+    cut = data.draw(st.integers(0, len(written)))
+    text, complete = read(written[:cut], written[cut:])
+    assert complete
+    assert json.loads(text) == meant
+    assert read(*written) == (text, True)
 
 
 @pytest.mark.parametrize("parser", ["json_tools", "kimi_k2", "mistral"])
@@ -201,3 +239,23 @@ def test_a_call_is_found_in_the_ways_in_which_small_models_write_it(text: str) -
         [call] = answer.calls
         assert (call.name, json.loads(call.arguments)) == ("f", {"text": "it's", "on": True})
         assert not answer.content
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ('{"n": 1', {"n": 1}),
+        ('{"a": {"b": [1, 2', {"a": {"b": [1, 2]}}),
+        ('{"a": "x"', {"a": "x"}),
+        ('{"a": "x",', {"a": "x"}),
+        ('{"a": "x < y", "b": tru', {"a": "x < y", "b": "tru"}),
+        ("{", {}),
+    ],
+)
+def test_a_call_that_its_end_tag_cuts_is_closed_and_the_next_one_is_read(arguments: str, meant: dict[str, Any]) -> None:
+    begin, end = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{begin}{arguments}{end}{begin}{{}}{end}<|tool_calls_section_end|>"
+    for parts in ([text], list(text)):
+        found = read_answer("kimi_k2", parts)
+        assert [json.loads(call.arguments) for call in found.calls] == [meant, {}]
+        assert found.content == ""

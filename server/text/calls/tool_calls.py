@@ -37,6 +37,8 @@ _HEADS = {
     ),
     "harmony": re.compile(r"(?P<bare>[\w.-]+)[^{]*<\|message\|>\s*(?=\{)"),
 }
+# What ends the arguments of a call although they aren't complete: a tag within the block.
+_ENDS = {"kimi_k2": "<"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class Block:
             return ""
         rest = self._tail[match.end() :]
         self._tail = ""
-        self._object = JsonObject()
+        self._object = JsonObject(_ENDS.get(self._form.name, ""))
         self._parts.clear()
         pieces.append(self._begin(_name(match), match.groupdict().get("id")))
         return rest
@@ -185,7 +187,9 @@ class Block:
         arguments, end = self._object.read(text)
         if arguments:
             pieces.append(CallArguments(self._first + self.calls - 1, arguments))
-        if self._object.complete:
+        if self._object.broken and (rest := self._object.ending()):
+            pieces.append(CallArguments(self._first + self.calls - 1, rest))
+        if self._object.complete or self._object.broken:
             self._object = None
         return text[end:]
 
