@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -27,7 +28,7 @@ from server.commands import options as people
 from server.commands.completion import OfferedCommand, OfferedOption
 from server.config.sources import ENV_PREFIX, Sources, did_you_mean, option, refuse_undecoded, variable
 from server.errors import StartupError, joined_lines
-from server.settings import GROUPS, SIZE_UNITS, SIZES, in_words, load, load_from, read_sources
+from server.settings import GROUPS, SIZE_UNITS, SIZES, Settings, in_words, load, load_from, read_sources
 from server.telemetry import logs
 from server.telemetry.output import checked_output
 
@@ -41,6 +42,8 @@ COMMANDS = {
     "completion": "print completion of commands, options and values for a shell",
 }
 _UNKNOWN_COMMAND = re.compile(r"argument command: invalid choice: '([^']*)'")
+WITHOUT_SETTINGS = ("config", "completion")
+_SIGNED = re.compile(r"-[^-]")
 PATHS = ("PATH", "FILE")
 EPILOG = (
     f"Each option can also be set as {ENV_PREFIX}<NAME> in the environment or as <name> in a TOML file. "
@@ -66,8 +69,32 @@ class Parser(argparse.ArgumentParser):
             if "--model" in self._option_string_actions:
                 hint = f"; a model is named with --model {word}"
             self.error(f"unknown argument {word!r}{hint}")
+        self.refuse_option(word)
+
+    def refuse_option(self, word: str, elsewhere: str = "") -> NoReturn:
+        """An option that the command doesn't have. `elsewhere`: where it belongs, unless it is a slip of the pen."""
         name = word.partition("=")[0]
-        self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
+        hint = did_you_mean(name, self._option_string_actions) or elsewhere
+        self.error(f"unknown option {name}{hint}")
+
+    def has_option(self, word: str) -> bool:
+        return word.partition("=")[0] in self._option_string_actions
+
+    def wants_value(self, word: str) -> bool:
+        """Whether the word is an option whose value must follow it."""
+        action = self._option_string_actions.get(word)
+        return action is not None and action.nargs is None
+
+    def with_signed_values(self, words: Iterable[str]) -> list[str]:
+        """The words with `--port -1` as `--port=-1`: argparse takes what begins with a minus for an option."""
+        joined: list[str] = []
+        for word in words:
+            is_value = _SIGNED.match(word) and not self.has_option(word)
+            if joined and is_value and self.wants_value(joined[-1]):
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return joined
 
     def offered(self) -> list[OfferedOption]:
         """Its long options, as completion sees them."""
@@ -202,7 +229,12 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
         refuse_undecoded(argument, f"the argument {argument!a}")
     top = parser()
     _refuse_option_without_command(top, arguments[:1])
-    options, unknown = top.parse_known_args(arguments)
+    known = top.commands.get("".join(arguments[:1]))
+    words = list(arguments)
+    if isinstance(known, Parser):
+        words = [words[0], *known.with_signed_values(words[1:])]
+        _refuse_foreign_option(top, known, words)
+    options, unknown = top.parse_known_args(words)
     values = vars(options)
     command = values.pop("parser", top)
     if unknown:
@@ -214,6 +246,24 @@ def _refuse_option_without_command(top: Parser, first: Iterable[str]) -> None:
     for word in first:
         if word.startswith("-") and word not in ("-h", "--help", "--version"):
             top.error(f"{word} stands before the command; options follow it, as in `marathon serve {word}`")
+
+
+def _refuse_foreign_option(top: Parser, command: Parser, words: Sequence[str]) -> None:
+    """Before argparse takes the option's value for an argument of the command, and complains of that."""
+    for word in itertools.takewhile(lambda word: word != "--", words[1:]):
+        if word.startswith("--") and not command.has_option(word):
+            command.refuse_option(word, _owner(top, words[0], word.partition("=")[0]))
+
+
+def _owner(top: Parser, command: str, flag: str) -> str:
+    """Where an option belongs that `command` doesn't have; empty where no command has it."""
+    for name in Settings.model_fields:
+        if option(name) == flag and command not in WITHOUT_SETTINGS:
+            return f"; it is a setting, which {variable(name)} in the environment sets here"
+    owners = [name for name, other in top.commands.items() if isinstance(other, Parser) and other.has_option(flag)]
+    if owners:
+        return f"; it is an option of marathon {', '.join(owners)}"
+    return ""
 
 
 def certify(options: dict[str, Any]) -> int:

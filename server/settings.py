@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -196,6 +196,15 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
             raise ValueError("a host has no port in it; that is --port")
         return host
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic takes `true` for 1."""
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and {int, float} & {field.annotation, *get_args(field.annotation)}:
+            raise ValueError("input should be a number")
+        return value
+
     @field_validator("guard", "spare_engine", mode="before")
     @classmethod
     def _on_off(cls, value: object) -> object:
@@ -282,6 +291,9 @@ def in_words(name: str, value: Any) -> str:
     return str(value)
 
 
+_OWN_WORDS = {"path_type": "Input should be a path in quotes"}
+
+
 def load(values: Mapping[str, Any], config: str | Path | None = None) -> Settings:
     """Settings from command-line `values`, the environment and the TOML file `config`.
 
@@ -304,14 +316,26 @@ def load_from(sources: Sources) -> Settings:
     try:
         return Settings(**sources.merged())
     except ValidationError as error:
-        raise StartupError("; ".join(_sentence(dict(e), sources) for e in error.errors())) from None
+        raise StartupError("; ".join(_sentences(error, sources))) from None
 
 
-def _sentence(error: dict[str, Any], sources: Sources) -> str:
-    message = error["msg"].removeprefix("Value error, ")
-    if not error["loc"]:
-        return str(message)
-    return f"{sources.blame(str(error['loc'][0]), error['input'])}: {message[0].lower()}{message[1:]}"
+def _sentences(error: ValidationError, sources: Sources) -> Iterator[str]:
+    """One for each setting that is wrong; what is wrong with several together has one of its own."""
+    faults: dict[str, list[Any]] = {}
+    for fault in error.errors():
+        faults.setdefault(str(fault["loc"][0]) if fault["loc"] else "", []).append(fault)
+    for name, found in faults.items():
+        words = _words(found)
+        if name:
+            words = f"{sources.blame(name, found[0]['input'])}: {words[0].lower()}{words[1:]}"
+        yield words
+
+
+def _words(faults: list[Any]) -> str:
+    """What is allowed of one setting, in pydantic's words but for those that name a class of Python."""
+    said = [_OWN_WORDS.get(fault["type"], fault["msg"]).removeprefix("Value error, ") for fault in faults]
+    first, *others = dict.fromkeys(said)
+    return " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
 
 
 def from_json(text: str) -> Settings:

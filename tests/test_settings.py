@@ -268,3 +268,91 @@ def test_another_process_gets_every_setting_but_the_keys(tmp_path):
     assert "from-a-file" not in sent
     without = chosen.model_copy(update={"api_key": from_json("{}").api_key, "api_key_file": None})
     assert from_json(sent) == without
+
+
+# ---------------------------------------------------------------- mistakes of a kind
+OF_TOML = ["false", "true", "7", "-3", "1.5", "inf", "nan", '"x"', '["a", 1]', "[]", "[[false]]", "2020-01-01"]
+OF_TOML += ["2020-01-01T10:00:00Z", "10:00:00", "[{ a = 1 }]"]
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_no_mistake_in_a_file_is_answered_in_words_of_python(name, tmp_path):
+    for value in OF_TOML:
+        try:
+            load({}, written(tmp_path, f"{name} = {value}\n"))
+        except StartupError as error:
+            line = str(error)
+            assert not any(word in line for word in ("<class", "datetime", "pathlib", "False", "True", "None")), line
+            assert line.count("line 1") == 1 or "needs --api-key" in line, line
+
+
+def test_a_switch_is_no_number_and_no_path(tmp_path):
+    for name, field in Settings.model_fields.items():
+        if field.annotation in (bool, int, float) or name in ("context", "journal", "cache_dir", "buffer_limit"):
+            given = written(tmp_path, f"{name} = true\n")
+            if field.annotation is bool:
+                load({}, given)
+            else:
+                assert f"{name} true: input should be a" in refusal({}, given)
+    assert "journal false: input should be a path in quotes or 'off'" in refusal({}, written(tmp_path, "journal=false"))
+
+
+@pytest.mark.parametrize("command", ["serve", "check", "agents"])
+def test_a_value_that_begins_with_a_minus_is_refused_as_behind_an_equals_sign(command, capsys):
+    for name, field in Settings.model_fields.items():
+        if field.annotation is bool:
+            continue
+        apart = parsed(command, option(name), "-8GB")
+        assert apart == parsed(command, f"{option(name)}=-8GB")
+        assert apart[name] == "-8GB"
+    with pytest.raises(SystemExit):
+        cli.main([command, "--memory-limit", "-8GB"])
+    assert "--memory-limit '-8GB': a size is a number of bytes" in capsys.readouterr().err
+
+
+def parsed(*arguments: str) -> dict[str, object]:
+    return cli.parse(arguments)
+
+
+def test_an_option_is_no_value_of_the_one_before_it(capsys):
+    for following in (["--host", "x"], ["-h"], []):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["serve", "--port", *following])
+        assert ended.value.code == 2
+        assert "argument --port: expected one argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("agents --url http://x", "it is an option of marathon status, top, ask"),
+        ("check --url x", "it is an option of marathon status, top, ask"),
+        ("journal --url x", "it is an option of marathon status, top, ask"),
+        ("cache --cache-dir x", "it is a setting, which MARATHON_CACHE_DIR in the environment sets here"),
+        ("cache --kv-disk=1GB", "it is a setting, which MARATHON_KV_DISK in the environment sets here"),
+        ("models --model x", "it is a setting, which MARATHON_MODEL in the environment sets here"),
+        ("config --port 1", "it is an option of marathon serve, check, agents"),
+        ("status --config x", "it is an option of marathon serve, check, agents, cache"),
+        ("cache --foldr x", "did you mean --folder?"),
+        ("serve --prot 1", "did you mean --port?"),
+    ],
+)
+def test_a_foreign_option_is_named_with_its_owner_and_a_misspelt_one_with_its_like(arguments, hint, capsys):
+    words = arguments.split()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    flag = words[1].partition("=")[0]
+    assert line == f"marathon: unknown option {flag}; {hint} (see marathon {words[0]} --help)"
+
+
+def test_no_command_suggests_an_option_of_another_meaning():
+    """Every option of every command, given to every other one."""
+    own = {command.name: {offered.flag for offered in command.options} for command in cli.offered()}
+    every = set().union(*own.values())
+    for name, flags in own.items():
+        for flag in every - flags - {"--max-tokens"}:  # that one is much like --default-max-tokens
+            with pytest.raises(StartupError) as refused:
+                cli.parse([name, flag, "x"])
+            assert str(refused.value).startswith(f"unknown option {flag}; it is ")

@@ -13,12 +13,14 @@ import sys
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
 from server.errors import StartupError
 
 ENV_PREFIX = "MARATHON_"
+LIKE = 0.7  # of two words, as difflib measures it: `prot` and `port` are 0.75, `url` and `journal` 0.6
 _CONFIG = "config"
 
 
@@ -32,12 +34,30 @@ def variable(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
+def as_written(value: object) -> str:
+    """A setting's value as it stands in a TOML file or on the command line, not as Python has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_written, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{name} = {as_written(part)}' for name, part in value.items())} }}"
+    return repr(value)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean --port?`, or nothing where no known word is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+    names = {_without_prefix(name): name for name in known}  # a prefix that all have makes none of them more alike
+    near = difflib.get_close_matches(_without_prefix(word), list(names), n=1, cutoff=LIKE)
     if near:
-        return f"; did you mean {near[0]}?"
+        return f"; did you mean {names[near[0]]}?"
     return ""
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix("--").removeprefix(ENV_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +105,7 @@ class Sources:
 
     def blame(self, name: str, value: object) -> str:
         """The beginning of an error about a setting: its place and its value."""
-        shown = "" if name == "api_key" else f" {value!r}"  # never an API key
+        shown = "" if name == "api_key" else f" {as_written(value)}"  # never an API key
         if name in self.given or name not in {**self.environment, **self.file}:
             return f"{option(name)}{shown}"
         if name in self.environment:
