@@ -87,7 +87,21 @@ async def test_a_number_that_python_has_no_value_for_is_kept_as_it_was(number: s
         assert arguments in await prompt(site, messages=said)
 
 
-NUMBERS = '{"x": 1e2, "y": [12.50, -0.10, 1E5, 1.0, 5, -7], "z": {"w": 12345678901234567890.125, "v": 0.1e-400}}'
+@pytest.mark.parametrize(("generic", "shown"), [(True, '{"a":1,  "a": {"b": -0, "b": 2}}'), (False, '{"a": {"b": 2}}')])
+async def test_of_arguments_with_a_name_twice_a_template_of_objects_shows_the_last(generic: bool, shown: str) -> None:
+    """Where they are text, they are what the client sent."""
+    tokens = tokenizer()
+    if generic:
+        tokens = generic_tools.with_format(tokens.with_tools(None))  # type: ignore[arg-type]
+    async with run_server(engine(), tokens=tokens) as site:
+        calls = [call("a", '{"a":1,  "a": {"b": -0, "b": 2}}')]
+        said = [*USER, {"role": "assistant", "tool_calls": calls}, result("a")]
+        assert f'"arguments": {shown}}}' in await prompt(site, messages=said)
+
+
+NUMBERS = (
+    '{"x": 1e2, "y": [12.50, -0.10, 1E5, 1.0, 5, -7, -0, -0.0], "z": {"w": 12345678901234567890.125, "v": 0.1e-400}}'
+)
 
 
 @pytest.mark.parametrize("generic", [False, True])

@@ -7,11 +7,9 @@ of their own come here only if their template leaves calls out of the history.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import Any
 
-from server.text.templates.numbers import NumberTexts
 from server.text.templates.turn import OWN, Message
 from server.text.tokenizer import Tokenizer, ToolFormat
 
@@ -101,10 +99,17 @@ def _tag(text: str) -> dict[str, Any]:
 
 
 def _call(function: dict[str, Any]) -> str:
-    """Arguments that are no JSON are shown as the text they are."""
+    """A call as JSON, its arguments as they were written. Arguments that are no JSON are shown as the text they are."""
     arguments = function["arguments"]
-    numbers = NumberTexts()
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
-            arguments = json.loads(arguments or "{}", parse_float=numbers.read)
-    return numbers.shown(json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False))
+    written = json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str) and _is_json(arguments or "{}"):
+        written = arguments.strip() or "{}"
+    return f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {written}}}'
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -150,7 +150,8 @@ class ChatTemplate:
 
 # ---------------------------------------------------------------- arguments
 def _mapping(shield: Shield | None, numbers: NumberTexts, arguments: Any) -> Any:
-    """Arguments as an object if they are one; text that doesn't parse stays text.
+    """Arguments as an object if they are one, in which the last of several members with one name counts, as in every
+    reader of JSON; text that doesn't parse stays text.
 
     What they say is hidden anew: JSON can spell a control token, or one of our marks, in escapes. Without a shield the
     text isn't a user's.
@@ -158,7 +159,7 @@ def _mapping(shield: Shield | None, numbers: NumberTexts, arguments: Any) -> Any
     if not isinstance(arguments, str):
         return arguments
     try:
-        parsed = json.loads(Shield.shown(arguments) or "{}", parse_float=numbers.read)
+        parsed = json.loads(Shield.shown(arguments) or "{}", parse_float=numbers.read, parse_int=numbers.whole)
     except ValueError:
         return arguments
     if not isinstance(parsed, dict):

@@ -1,9 +1,9 @@
 """Numbers in a conversation, as they were written.
 
-Owns the stand-ins for numbers that Python would write otherwise, as `1e2` or `12.50`: a template gets another float,
-which is replaced in what the template makes of it. So an earlier call is shown to the model as the model wrote it, and
-a prompt begins like the one before it. Belongs to one rendering, in the server's worker thread. Never looks at any
-other text.
+Owns the stand-ins for numbers that Python would write otherwise, as `1e2`, `12.50` or `-0`: a template gets another
+float, which is replaced in what the template makes of it. So an earlier call is shown to the model as the model wrote
+it, and a prompt begins like the one before it. Belongs to one rendering, in the server's worker thread. Never looks at
+any other text.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ class NumberTexts:
             self._known[digits] = float(_STAND_IN.format(len(self._texts)))
             self._texts.append(digits)
         return self._known[digits]
+
+    def whole(self, digits: str) -> int | float:
+        """The whole number of a JSON text, or its stand-in."""
+        if digits == "-0":
+            return self.read(digits)
+        return int(digits)
 
     def shown(self, text: str) -> str:
         """The text with its numbers as they were written."""
