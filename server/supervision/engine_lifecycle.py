@@ -103,6 +103,7 @@ class EngineLifecycle:
         self._failure = ""  # what the engine itself said about a failed start
         self._life = Liveness(settings, self._stall, self._clock())
         self._served = False  # it delivered a token
+        self._still = 0.0  # seconds of this outage in which the server itself stood still
 
     # ---------------------------------------------------------------- one life after the other
     async def run(self) -> None:
@@ -165,6 +166,8 @@ class EngineLifecycle:
         was_ready = self.ready is not None
         self.ready = None
         self.connection = None
+        if self._served:
+            self._still = 0.0
         if self._latest is not None:
             self._latest.cancel()
         cause: Cause = "crash"
@@ -394,6 +397,7 @@ class EngineLifecycle:
                     level = logging.DEBUG
                 log.log(level, "the server stood still for %.1f s; the engine isn't blamed for that time", late)
                 self._life.excuse(late)
+                self._still += late
             self.look()
             last = self._clock()
 
@@ -413,8 +417,9 @@ class EngineLifecycle:
         return self._age() > SETTLED_SECONDS and not (reads and self._age() < UNSETTLED_SECONDS)
 
     def _give_up(self) -> None:
-        """No engine for so long that the answers under way shouldn't wait for the next."""
-        before = self._clock() - self._settings.outage_seconds
+        """No engine for so long that the answers under way shouldn't wait for the next. While the server itself stood
+        still, none could be started."""
+        before = self._clock() - self._settings.outage_seconds - self._still
         if self._scheduler.waiting and self.worked <= before:
             self._scheduler.fail_lost(before, self.not_ready())
 

@@ -278,6 +278,27 @@ async def test_a_server_that_stood_still_doesnt_blame_the_engine(fake, counts, b
         assert supervisor.engine.restarts == 0
 
 
+@pytest.mark.parametrize("how", ["ok", "die", "no_spawn"])
+@pytest.mark.parametrize("pauses", [1, 3])
+@played
+async def test_answers_under_way_outlive_a_pause_of_the_server_in_an_outage(fake, counts, how, pauses):
+    """In that time no engine could be started, whatever happened to the one that had just been lost."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, Loop)
+    fake.load_seconds = 2
+    wanted = sequence(max_tokens=60)
+    async with supervise(fake, counts, outage_seconds=60) as supervisor:
+        fake.starts = ["die@token:20", *[how] * 8, "ok"]
+        fake.die()
+        await until(lambda: supervisor.is_ready)
+        collecting = asyncio.ensure_future(collect(supervisor.open([wanted], endpoint="chat"), 4000 * pauses))
+        await until(lambda: supervisor.engine.restarts > 1)
+        for _ in range(pauses):
+            await asyncio.sleep(0.5)
+            loop.clock.now += 3600
+        assert await collecting == [fake.expected(wanted)]
+
+
 def test_what_is_overdue_is_said_in_words():
     late = liveness.Overdue("start", 12.04, 10)
     assert late.words == "isn't ready after 12.0 s (start limit 10.0 s)"
