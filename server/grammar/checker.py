@@ -7,6 +7,7 @@ its turn; the other end of the pipe is `main`. It never compiles for a tokenizer
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,11 +20,14 @@ from collections.abc import Callable
 
 from server.grammar import walk
 from server.ipc.sequence import MAX_GRAMMAR_SIZE, MAX_GRAMMAR_WIDTH
+from server.supervision.engine_process import was_ended_from_outside
 
 SECONDS = 5  # for one answer; checking the largest grammar that is allowed takes a tenth
 NO_TEXT = "no text could follow it"
 _DEAD_END = "NoExtensionBias"  # llguidance's word for a grammar that allows no token and no end
 _START_SECONDS = 60.0  # a process that starts on a busy machine
+_DYING_SECONDS = 0.5  # from the end of its pipe to that of the process
+_TRIES = 2  # of a check that was ended by something else
 
 log = logging.getLogger("marathon.api")
 Prove = Callable[[str], str]
@@ -52,6 +56,7 @@ class Checker:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     @property
     def pid(self) -> int | None:
@@ -63,20 +68,25 @@ class Checker:
     def fault(self, grammar: str) -> str:
         """As the function `fault`; a grammar that the check doesn't survive is at fault."""
         with self._lock:
-            process = self._process
-            wait = self._seconds
-            if process is None or process.poll() is not None:
-                process = self._start()
-                wait = _START_SECONDS
-            try:
-                answer = _ask(process, grammar, wait + 1)
-            except OSError:
-                answer = b""
-            if answer:
-                return str(json.loads(answer))
-            self._end()
+            for _ in range(_TRIES):
+                if answer := self._answer(grammar):
+                    return str(json.loads(answer))
+                if self._closed or not was_ended_from_outside(self._end()):
+                    break
         log.error("a grammar ended the process that checks grammars: %.300s", grammar)
         return f"checking it fails, or takes longer than {self._seconds:g} s"
+
+    def _answer(self, grammar: str) -> bytes:
+        """The line that comes back; empty when there is none."""
+        process = self._process
+        wait = self._seconds
+        if process is None or process.poll() is not None:
+            process = self._start()
+            wait = _START_SECONDS
+        try:
+            return _ask(process, grammar, wait + 1)
+        except OSError:
+            return b""
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._end()  # it may have ended by itself
@@ -86,17 +96,24 @@ class Checker:
         )
         return self._process
 
-    def _end(self) -> None:
-        if process := self._process:
-            self._process = None
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+    def _end(self) -> int | None:
+        """Nothing of the process is left. Returns its exit status: one that didn't hear its own alarm was stopped from
+        outside, and has to be killed."""
+        process = self._process
+        self._process = None
+        if process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_DYING_SECONDS)
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return process.wait()
 
     def close(self) -> None:
         """Nothing of it is left; those that wait for an answer get one."""
+        self._closed = True
         if process := self._process:
             process.kill()
         with self._lock:

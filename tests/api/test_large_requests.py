@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import signal
 import threading
 from typing import Any
 
@@ -187,6 +188,24 @@ async def test_what_a_request_does_to_its_process_is_its_own_affair(make):
     with pytest.raises(InternalError, match="made a mistake"):
         await large.prepare(large_works.fail, b"")
     await ended(large)  # it isn't needed any more
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM"])
+async def test_a_request_isnt_too_large_where_its_process_is_ended_from_outside(make, tmp_path, end):
+    large = make()
+    mark = tmp_path / "begun"
+    waiting = asyncio.create_task(large.prepare(large_works.sleep_at_first, b"content", str(mark)))
+    async with asyncio.timeout(60):
+        while not mark.exists():
+            await asyncio.sleep(0.01)
+        os.kill(large.pid, getattr(signal, end))
+        assert await waiting == 7
+
+
+async def test_a_request_whose_process_is_killed_each_time_is_refused(make):
+    large = make()
+    with pytest.raises(RequestTooLarge, match="7 bytes"):
+        await large.prepare(large_works.be_killed, b"content")
 
 
 async def ended(large):

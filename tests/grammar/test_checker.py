@@ -89,6 +89,30 @@ def test_the_alarm_of_the_other_process_ends_it_by_itself():
     checker.close()
 
 
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_a_grammar_isnt_at_fault_where_its_check_is_ended_from_outside(end):
+    checker = Checker(seconds=0.5)
+    checker.fault(lark('start: "a"'))
+    pid = checker.pid
+    os.kill(pid, signal.SIGSTOP)
+    answers = []
+    asker = threading.Thread(target=lambda: answers.append(checker.fault(lark('start: "b"'))))
+    asker.start()
+    time.sleep(0.1)  # by now it waits for an answer
+    os.kill(pid, end)
+    os.kill(pid, signal.SIGSTOP if end == signal.SIGSTOP else signal.SIGCONT)
+    asker.join(60)
+    checker.close()
+    assert answers == [""]
+
+
+def test_a_check_that_is_ended_again_and_again_comes_to_an_end(monkeypatch):
+    popen = module.subprocess.Popen
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(module.subprocess, "Popen", lambda command, **options: popen(killed, **options))
+    assert "checking it fails" in Checker().fault("x")
+
+
 def test_it_ends_with_the_process_that_asked(checker):
     checker.fault(lark('start: "a"'))
     process = checker._process

@@ -26,5 +26,17 @@ def sleep(model: Any, content: bytes) -> object:
     return None
 
 
+def sleep_at_first(model: Any, content: bytes, mark: str) -> object:
+    if not os.path.exists(mark):
+        with open(mark, "w", encoding="utf-8"):
+            signal.pause()
+    return len(content)
+
+
+def be_killed(model: Any, content: bytes) -> object:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
 def die(model: Any, content: bytes) -> object:
     os._exit(1)

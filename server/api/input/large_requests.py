@@ -11,6 +11,7 @@ What comes back is loaded piece by piece, so that other threads run in between.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import os
@@ -24,13 +25,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, TypeVar
 
 from server.errors import NotReady, RequestError, RequestTooLarge
-from server.supervision.engine_process import without_settings
+from server.supervision.engine_process import was_ended_from_outside, without_settings
 
 LARGE_BYTES = 1 << 16  # of a body; threads that prepare ones of 256 KiB held the interpreter for 0.17 s
 SECONDS = 120  # for one request; the largest that fits a context takes some seconds
 START_SECONDS = 60  # more for the first one: a process that loads a tokenizer on a busy machine
 IDLE_SECONDS = 600.0  # until the process ends: a conversation of this size comes back with its next turn
 HEAD_BYTES = 4
+DYING_SECONDS = 0.5  # from the end of its socket to that of the process
+TRIES = 2  # of a request whose process was ended by something else
 BREATH = 5_000  # values that are loaded before another thread has its turn
 _MODULE = "server.api.request_worker"
 _READ_BYTES = 1 << 20
@@ -84,6 +87,22 @@ class LargeRequests:
                 self._rest = loop.call_later(self._idle, self._thread.submit, self._end)
 
     def _ask(self, work: Callable[..., Any], content: bytes, more: tuple[object, ...]) -> Any:
+        for _ in range(TRIES):
+            try:
+                outcome, value, last = self._asked(work, content, more)
+                break
+            except (OSError, EOFError, pickle.UnpicklingError):
+                if not self._was_ended_from_outside():
+                    raise self._too_large(content) from None
+        else:
+            raise self._too_large(content)
+        if last:
+            self._end()
+        if outcome == "failed":
+            raise value
+        return value
+
+    def _asked(self, work: Callable[..., Any], content: bytes, more: tuple[object, ...]) -> tuple[str, Any, bool]:
         try:
             if self.pid is not None and self._socket is not None:
                 peer = self._socket
@@ -92,19 +111,24 @@ class LargeRequests:
         except OSError as error:
             log.error("no process for a large request: %s", error)
             raise NotReady("No process can be started for a request of this size", retry_after=2) from None
-        try:
-            write(peer, (work, more), content)
-            outcome, value, last = self._answer(peer)
-        except (OSError, EOFError, pickle.UnpicklingError):
-            self._end()
-            log.error("a request of %d bytes ended the process that prepares large ones", len(content))
-            message = f"Preparing a request of {len(content)} bytes fails, or takes longer than {self._seconds} s"
-            raise RequestTooLarge(message) from None
-        if last:
-            self._end()
-        if outcome == "failed":
-            raise value
-        return value
+        write(peer, (work, more), content)
+        return self._answer(peer)
+
+    def _was_ended_from_outside(self) -> bool:
+        """The process is gone, or has to go; whether that says nothing about the request."""
+        process = self._process
+        status = None
+        if process is not None and not self._closed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(DYING_SECONDS)
+        self._end()
+        return was_ended_from_outside(status)
+
+    def _too_large(self, content: bytes) -> RequestTooLarge:
+        log.error("a request of %d bytes ended the process that prepares large ones", len(content))
+        return RequestTooLarge(
+            f"Preparing a request of {len(content)} bytes fails, or takes longer than {self._seconds} s"
+        )
 
     def _answer(self, peer: socket.socket) -> tuple[str, Any, bool]:
         with io.BufferedReader(socket.SocketIO(peer, "r"), _READ_BYTES) as file:
