@@ -52,6 +52,7 @@ SUBJECTS = [
     TemplateTarget("llama2", "</s>", framed(small_templates.BRACKETED, "<s>", "</s>")),
     TemplateTarget("llama3", "<|eot_id|><|start_header_id|>"),
     TemplateTarget("llama3_1", "<|eot_id|><|start_header_id|>"),
+    TemplateTarget("llama3_2", "<|eot_id|><|start_header_id|>"),
     TemplateTarget("mistral_nemo", "[/INST]</s>"),
 ]
 

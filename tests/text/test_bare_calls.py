@@ -281,3 +281,15 @@ async def test_a_client_gets_the_call_streamed_or_not(llama: Tokenizer) -> None:
         assert message["finish_reason"] == "tool_calls"
         other = await answers(site, tools=[function("other")])
         assert other["content"] == f"One moment.\n{ONE}; {ONE}"
+
+
+def test_a_call_at_the_beginning_is_shown_where_tools_take_the_place_of_the_first_message(tmp_path: Path) -> None:
+    taking = "{%- if tools %}{{ messages[0].content + '\n' }}{% set messages = messages[1:] %}{% endif %}"
+    small.write(tmp_path, small.byte_level, taking + small.BARE)
+    llama = Tokenizer.load(tmp_path, trust_remote_code=False)
+    made = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}]
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": made},
+        {"role": "tool", "tool_call_id": "call_1", "content": "r"},
+    ]
+    assert '{"name": "f", "parameters": {"n": 1}}' in llama.decode(llama.chat(messages, tools=TOOLS).ids)

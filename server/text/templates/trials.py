@@ -78,6 +78,7 @@ class _Trial:
         if not (self.takes("UCT") and self.takes("UCTAU")):
             self.able = replace(self.able, calls=False, results=self.takes("UAT"))
             return
+        self.settle("CT", openings=False)
         self.settle("UBT", "UBTAU", spoken=False)
         self.settle("UDTT", several=False)
         self.settle("UDTT", rows=False)
