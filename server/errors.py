@@ -17,6 +17,7 @@ Owns every failure that Marathon reports to a client or on the command line. Run
         ├── AnswerNotFound            404  no stored answer has this id, or another key made it
         ├── UnknownUrl                404
         ├── MethodError               405
+        ├── UnknownMethod             501  no route has such a method
         ├── RequestTimeout            408  the request's deadline passed, or it stopped coming
         ├── AnotherModel              409  a stored answer can be made again by its own model alone
         ├── Cancellation              409  another request cancelled or deleted the answer
@@ -241,6 +242,15 @@ class MethodError(RequestError):
     status = 405
     type = "not_found_error"
     code = "method_not_allowed"
+
+
+class UnknownMethod(RequestError):
+    """HTTP has no such method, as far as the server knows."""
+
+    status = 501
+    type = "not_found_error"
+    code = "unknown_method"
+    own_headers = NO_RETRY
 
 
 class RequestTimeout(RequestError):

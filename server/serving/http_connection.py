@@ -27,19 +27,22 @@ import json
 import re
 from typing import Any, cast
 
+from starlette.datastructures import Headers
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.api.middleware.access import ABORT, FAULT, FILLER, UNSENT
+from server.api.middleware.access import ABORT, FAULT, FILLER, UNSENT, request_id
 from server.api.middleware.presence import OUT_OF_BAND, Presence
-from server.errors import HeadTooLarge, InvalidValue, RequestError, RequestTimeout
+from server.errors import HeadTooLarge, InvalidValue, RequestError, RequestTimeout, UnknownMethod
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request's first line and headers
 HEAD_SECONDS = 60.0  # from the first byte of a request to the end of its headers
 BODY_SECONDS = 60.0  # without a byte of a body that isn't whole yet; one that comes slowly may take any time
 LINGER_SECONDS = 2.0  # for what a client still sends after an answer that ends its connection
+KNOWN_METHODS = frozenset(method.encode() for method in http.HTTPMethod)
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _HEAD = re.compile(rb"[A-Z]+ [^\r\n]+ HTTP/1\.1\r\n")
+_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) [^ \r\n]+ HTTP/1\.[01]\r?\n")
 _UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
@@ -115,6 +118,7 @@ def without_upgrade(data: bytes) -> bytes:
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol of one connection, as the module says."""
 
+    _newest = b""  # that was received
     _in_head = False
     _in_body = False
     _head_bytes = 0
@@ -135,6 +139,7 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
+        self._newest = data
         super().data_received(without_upgrade(data))
         if self._in_head:
             self._head_bytes = self._head_bytes + len(data)
@@ -247,15 +252,30 @@ class Protocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What follows is no HTTP request, or no more of one. It is answered where nothing else is."""
         self._deaf = True  # where the next request would begin can't be known
+        why = self._refusal or self._unknown_method() or InvalidValue(msg)
         within = self.cycle is not None and self.cycle.more_body and self.cycle.scope is self.scope
         if not self._is_idle:
             self.cycle.keep_alive = False
             if within:
-                self._break_off(self._refusal or InvalidValue(msg))
+                self._break_off(why)
             return
         if not within:  # else that request has been refused already
-            self.transport.write(_as_bytes(self._refusal or InvalidValue(msg)))
+            self.transport.write(_as_bytes(why, request_id(self._headers_so_far)))
         self._linger()
+
+    @property
+    def _headers_so_far(self) -> Headers:
+        """Those of a request whose head has begun, and of no earlier one."""
+        if self._in_head or self._refusal is not None:
+            return Headers(raw=self.headers)
+        return Headers()
+
+    def _unknown_method(self) -> RequestError | None:
+        """The fault of a head that came at once and is well-formed, but for a method that the parser doesn't know."""
+        line = _LINE.match(self._newest)
+        if line is None or not self._in_head or self._head_bytes or line[1] in KNOWN_METHODS:
+            return None
+        return UnknownMethod(f"There is no method {line[1][:50].decode()!r} here")
 
     def _break_off(self, why: RequestError) -> None:
         """Signal the reader of the newest request's body that there will be no more of it."""
@@ -315,13 +335,13 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
 
-def _as_bytes(error: RequestError) -> bytes:
+def _as_bytes(error: RequestError, id: str) -> bytes:
     """The whole answer, after which the connection ends."""
     status = http.HTTPStatus(error.status)
     body = json.dumps(error.body()).encode()
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        f"content-length: {len(body)}\r\nx-request-id: {id}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + body
 

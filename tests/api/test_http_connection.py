@@ -52,6 +52,8 @@ async def test_an_old_client_may_leave_the_host_out_but_not_name_two(site: Site)
         ("", 200), ("localhost:", 200), ("[::1]:80", 200), ("LOCALHOST:1", 200), ("a b", 400), ("u@localhost", 400),
         ("localhost, localhost", 400), ("localhost/x", 400), ("localhost:80x", 400), ("[::1", 400), ("h\xe9", 400),
         ("http://localhost", 400), ("evil.example", 403), ("localhost:80:80", 400),
+        ("localhost.", 200), ("LocalHost.:80", 200), ("127.0.0.1.", 200), ("localhost..", 403), (".", 403),
+        ("evil.example.", 403),
     ],
 )  # fmt: skip
 async def test_a_host_that_is_none_is_400_and_a_foreign_one_403(site: Site, host: str, status: int) -> None:
@@ -137,9 +139,42 @@ async def test_what_is_no_request_is_refused_in_the_form_of_every_error_and_ends
     for pieces in ([request_], [request_[:30], request_[30:]]):
         async with connected(site, *pieces) as wire:
             answer = await wire.answer()
-            assert answer.status in (400, 405)
-            assert answer.error.code in ("invalid_value", "method_not_allowed")
+            assert answer.status in (400, 405, 501)
+            assert answer.error.code in ("invalid_value", "method_not_allowed", "unknown_method")
+            assert answer.headers["x-request-id"].startswith("req_")
             assert await wire.end() == b""
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "code"),
+    [
+        ("BREW", 501, "unknown_method"), ("get", 501, "unknown_method"), ("X-Y", 501, "unknown_method"),
+        ("GETX", 501, "unknown_method"), ("PUT", 405, "method_not_allowed"), ("PATCH", 405, "method_not_allowed"),
+        ("PROPFIND", 405, "method_not_allowed"), ("G(T", 400, "invalid_value"),
+    ],
+)  # fmt: skip
+async def test_a_method_is_unknown_or_not_allowed_on_every_path(
+    site: Site, method: str, status: int, code: str
+) -> None:
+    for path in ("/live", CHAT, "/v1/models"):
+        first = head("GET", "/live")
+        for before in ([], [first]):
+            async with connected(site, *before, head(method, path)) as wire:
+                for _ in before:
+                    assert (await wire.answer()).status == 200
+                answer = await wire.answer()
+                assert (answer.status, answer.error.code) == (status, code)
+                assert answer.headers["x-request-id"]
+
+
+async def test_a_request_that_breaks_in_its_head_keeps_its_own_id_and_no_earlier_one(site: Site) -> None:
+    id = "X-Request-Id: mine"
+    async with connected(site, head("GET", "/live", id, "Transfer-Encoding: gzip")) as wire:
+        assert (await wire.answer()).headers["x-request-id"] == "mine"
+    async with connected(site, head("GET", "/live", id)) as wire:
+        assert (await wire.answer()).headers["x-request-id"] == "mine"
+        wire.writer.write(b"\x16\x03\x01")
+        assert (await wire.answer()).headers["x-request-id"].startswith("req_")
 
 
 @pytest.mark.parametrize("stream", [False, True])

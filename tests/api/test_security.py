@@ -108,8 +108,9 @@ async def test_a_foreign_host_is_refused(host: str) -> None:
 
 
 async def test_hosts_can_be_allowed_and_addresses_are_where_all_are_listened_on() -> None:
-    async with run_server(allowed_hosts="box.local,other") as site:
-        assert await status(site, Host="Box.local:8080") == 200
+    async with run_server(allowed_hosts="box.local,other.") as site:
+        for host in ("Box.local:8080", "box.local.", "other", "other.:80"):
+            assert await status(site, Host=host) == 200
         assert await status(site, Host="192.168.1.5") == 403
     async with run_server(host="0.0.0.0", api_key="secret-1") as site:
         assert await status(site, Host="192.168.1.5:80", **KEY) == 200

@@ -33,7 +33,7 @@ class Names:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
-        self._hosts = {host.lower() for host in [*settings.allowed_hosts, settings.host]}
+        self._hosts = {host.lower().removesuffix(".") for host in [*settings.allowed_hosts, settings.host]}
         self._origins = frozenset(settings.cors_origins)
         self._any_port = re.compile(any_port(settings.cors_origins))
         # A rebound name is a name: where the server listens on every address, addresses themselves are fine.
@@ -152,9 +152,9 @@ def any_port(origins: Iterable[str]) -> str:
 
 
 def hostname(host: str) -> str:
-    """`[::1]:8080` → `::1`, `localhost:8080` → `localhost`."""
+    """`[::1]:8080` → `::1`, `localhost.:8080` → `localhost`: a dot at the end says that the name is a whole one."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     if host.count(":") == 1:
-        return host.rpartition(":")[0]
-    return host
+        host = host.rpartition(":")[0]
+    return host.removesuffix(".")
