@@ -16,6 +16,8 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 import server
+from server.api.input.messages_schema import MessagesRequest
+from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.schema import ChatRequest, CompletionRequest, ReasoningOptions, Wire, unoffered
 from server.api.output.schema import ChatCompletion, ChatCompletionChunk, TextCompletion
 from server.text.tokenizer import Tokenizer
@@ -221,6 +223,8 @@ NOTHING = {
     "dry_multiplier": 0, "dynatemp_range": 0.0, "repetition_detection": None, "stop_regex": "", "no_stop_trim": False,
     "post_sampling_probs": False, "t_max_predict_ms": -1, "lora": [], "lora_path": None,
 }  # fmt: skip
+TEXT_NOTHING = {"max_completion_tokens": None, "top_logprobs": 0, "tools": [], "messages": None}
+TEXT_SOMETHING = {"max_completion_tokens": 2, "top_logprobs": 2, "tools": [{}], "messages": [{}]}
 SOMETHING = {
     "bad_words": ["x"], "include_stop_str_in_output": True,
     "thinking_token_budget": 9, "mirostat": 2, "typical_p": 0.5, "top_n_sigma": 1.5, "xtc_probability": 0.1,
@@ -241,11 +245,15 @@ CHAT_SOMETHING = {
 
 
 async def test_what_others_offer_is_refused_by_name_unless_it_asks_for_nothing() -> None:
-    assert set(SOMETHING) == set(NOTHING) == unoffered(CompletionRequest).keys()
+    assert set(SOMETHING) == set(NOTHING)
+    assert set(SOMETHING) | set(TEXT_SOMETHING) == unoffered(CompletionRequest).keys()
     async with run_server() as site:
-        for ask in (site.chat, site.complete):
-            assert (await ask(**NOTHING)).status_code == 200
-            for name, value in SOMETHING.items():
+        for ask, nothing, something in (
+            (site.chat, NOTHING, SOMETHING),
+            (site.complete, NOTHING | TEXT_NOTHING, SOMETHING | TEXT_SOMETHING),
+        ):
+            assert (await ask(**nothing)).status_code == 200
+            for name, value in something.items():
                 answer = await ask(**{name: value})
                 assert answer.status_code == 400
                 error = answer.json()["error"]
@@ -262,7 +270,42 @@ async def test_what_would_change_only_a_chat_is_refused_by_name_unless_it_asks_f
             assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
 
-@pytest.mark.parametrize("form", [ChatRequest, CompletionRequest, ReasoningOptions])
+RESPONSE: dict[str, Any] = {"input": "x"}
+MESSAGE: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+TEXT_FORM = {"type": "text"}
+FIELDS_OF_OTHER_ROUTES = [
+    ("/v1/responses", RESPONSE, "max_tokens", None, 4, "`max_output_tokens`"),
+    ("/v1/responses", RESPONSE, "max_completion_tokens", None, 4, "`max_output_tokens`"),
+    ("/v1/responses", RESPONSE, "response_format", TEXT_FORM, {"type": "json_object"}, "`text.format`"),
+    ("/v1/responses", RESPONSE, "reasoning_effort", None, "low", "`reasoning.effort`"),
+    ("/v1/responses", RESPONSE, "logprobs", False, True, "`top_logprobs`"),
+    ("/v1/responses", RESPONSE, "messages", None, USER, "`input`"),
+    ("/v1/responses", RESPONSE, "n", 1, 2, "`n`"),
+    ("/v1/messages", MESSAGE, "max_completion_tokens", None, 4, "`max_tokens`"),
+    ("/v1/messages", MESSAGE, "stop", [], ["x"], "`stop_sequences`"),
+    ("/v1/messages", MESSAGE, "response_format", TEXT_FORM, {"type": "json_object"}, "`output_config.format`"),
+    ("/v1/messages", MESSAGE, "reasoning_effort", None, "low", "`output_config.effort`"),
+    ("/v1/messages", MESSAGE, "n", 1, 2, "`n`"),
+    ("/v1/messages", MESSAGE, "min_p", 0, 0.1, "`min_p`"),
+    ("/v1/messages", MESSAGE, "presence_penalty", 0.0, 0.5, "`presence_penalty`"),
+    ("/v1/messages", MESSAGE, "frequency_penalty", 0, 0.5, "`frequency_penalty`"),
+    ("/v1/messages", MESSAGE, "repetition_penalty", 1.0, 1.1, "`repetition_penalty`"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name", "neutral", "value", "named"), FIELDS_OF_OTHER_ROUTES)
+async def test_a_field_of_another_route_is_refused_with_what_this_one_has_for_it(
+    path: str, body: dict[str, Any], name: str, neutral: Any, value: Any, named: str
+) -> None:
+    async with run_server() as site:
+        assert (await site.post(path, body | {name: neutral})).status_code == 200
+        answer = await site.post(path, body | {name: value})
+        assert answer.status_code == 400
+        assert named in answer.json()["error"]["message"]
+        assert len(site.fake.submits) == 1
+
+
+@pytest.mark.parametrize("form", [ChatRequest, CompletionRequest, ReasoningOptions, ResponsesRequest, MessagesRequest])
 def test_what_is_refused_lets_exactly_its_documented_values_through(form: type[Wire]) -> None:
     shown = form.model_json_schema()["properties"]
     documented = (Path(server.__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")

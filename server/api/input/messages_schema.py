@@ -26,6 +26,7 @@ from server.api.input.schema import (
     Wire,
     by_kind,
     content_kind,
+    elsewhere,
 )
 
 MAX_TOOLS = 1024
@@ -171,3 +172,12 @@ class MessagesRequest(MessagesPrompt):
     container: Any = Field(None, description=IGNORED)
     inference_geo: Any = Field(None, description=IGNORED)
     user_profile_id: Any = Field(None, description=IGNORED)
+    max_completion_tokens: Annotated[Any, elsewhere("`max_tokens`")] = None
+    stop: Annotated[Any, elsewhere("`stop_sequences`", [])] = None
+    response_format: Annotated[Any, elsewhere("`output_config.format`", {"type": "text"})] = None
+    reasoning_effort: Annotated[Any, elsewhere("`output_config.effort`")] = None
+    n: Annotated[Any, UnofferedField((1,), "a message is one answer")] = None
+    min_p: Annotated[Any, UnofferedField((0,))] = None
+    presence_penalty: Annotated[Any, UnofferedField((0,))] = None
+    frequency_penalty: Annotated[Any, UnofferedField((0,))] = None
+    repetition_penalty: Annotated[Any, UnofferedField((1,))] = None

@@ -24,6 +24,7 @@ from server.api.input.schema import (
     Wire,
     by_kind,
     content_kind,
+    elsewhere,
     string_or_object,
 )
 
@@ -244,3 +245,10 @@ class ResponsesRequest(SamplingFields):
     skip_special_tokens: Annotated[Any, UnofferedField((True,))] = None
     include_stop_str_in_output: Annotated[Any, UnofferedField((False,))] = None
     previous_input_messages: Annotated[Any, UnofferedField(([],), "`input` has the whole conversation")] = None
+    max_tokens: Annotated[Any, elsewhere("`max_output_tokens`")] = None
+    max_completion_tokens: Annotated[Any, elsewhere("`max_output_tokens`")] = None
+    response_format: Annotated[Any, elsewhere("`text.format`", {"type": "text"})] = None
+    reasoning_effort: Annotated[Any, elsewhere("`reasoning.effort`")] = None
+    logprobs: Annotated[Any, elsewhere("`top_logprobs`", False)] = None
+    messages: Annotated[Any, elsewhere("`input`")] = None
+    n: Annotated[Any, UnofferedField((1,), "a response is one answer")] = None

@@ -86,6 +86,11 @@ class Wire(BaseModel):
 AUDIO = UnofferedField((), "text only", "Audio isn't offered")
 
 
+def elsewhere(place: str, *neutral: Any) -> UnofferedField:
+    """Marks a field that other routes have: `place` is what this one has for it."""
+    return UnofferedField(neutral, f"use {place}", f"this route has another field for it; use {place}")
+
+
 @cache
 def unoffered(form: type[Wire]) -> Mapping[str, UnofferedField]:
     """The fields of `form` that ask for what isn't offered."""
@@ -699,6 +704,10 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = Field(None, ge=0, le=20, description="only up to 1")
     prompt_embeds: Any = Field(None, description="refused: a prompt is text or token ids")
     suffix: str | None = Field(None, description="only empty: the server doesn't fill in", examples=[""])
+    max_completion_tokens: Annotated[Any, elsewhere("`max_tokens`")] = None
+    top_logprobs: Annotated[Any, elsewhere("`logprobs`", 0)] = None
+    tools: Annotated[Any, elsewhere("/v1/chat/completions", [])] = None
+    messages: Annotated[Any, elsewhere("/v1/chat/completions")] = None
 
     @model_validator(mode="before")
     @classmethod
