@@ -20,14 +20,12 @@ from collections.abc import Callable
 
 from server.grammar import walk
 from server.ipc.sequence import MAX_GRAMMAR_SIZE, MAX_GRAMMAR_WIDTH
-from server.supervision.engine_process import was_ended_from_outside
+from server.supervision.exit_status import DYING_SECONDS, TRIES, was_ended_from_outside
 
 SECONDS = 5  # for one answer; checking the largest grammar that is allowed takes a tenth
 NO_TEXT = "no text could follow it"
 _DEAD_END = "NoExtensionBias"  # llguidance's word for a grammar that allows no token and no end
 _START_SECONDS = 60.0  # a process that starts on a busy machine
-_DYING_SECONDS = 0.5  # from the end of its pipe to that of the process
-_TRIES = 2  # of a check that was ended by something else
 
 log = logging.getLogger("marathon.api")
 Prove = Callable[[str], str]
@@ -68,7 +66,7 @@ class Checker:
     def fault(self, grammar: str) -> str:
         """As the function `fault`; a grammar that the check doesn't survive is at fault."""
         with self._lock:
-            for _ in range(_TRIES):
+            for _ in range(TRIES):
                 if answer := self._answer(grammar):
                     return str(json.loads(answer))
                 if self._closed or not was_ended_from_outside(self._end()):
@@ -104,7 +102,7 @@ class Checker:
         if process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_DYING_SECONDS)
+            process.wait(DYING_SECONDS)
         process.kill()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:

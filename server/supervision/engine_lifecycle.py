@@ -25,9 +25,9 @@ from server.ipc import messages
 from server.ipc.sequence import TokenTable
 from server.ipc.snapshot import Action, Snapshot
 from server.settings import Settings
-from server.supervision import engine_process
 from server.supervision.admission import Capacity
 from server.supervision.engine_process import Engine, EngineConnection
+from server.supervision.exit_status import describe_exit
 from server.supervision.generation import Cause, Generation
 from server.supervision.liveness import Liveness, Overdue
 from server.supervision.outputs import OutputCounts
@@ -153,7 +153,7 @@ class EngineLifecycle:
         finally:
             was_ready = self._take_down()
             status = await connection.bury(BURY_SECONDS)
-        return self._account(connection, was_ready, engine_process.describe_exit(status))
+        return self._account(connection, was_ready, describe_exit(status))
 
     def learn(self, tokens: TokenTable) -> None:
         """Give this engine and all later ones the table of tokens."""

@@ -26,7 +26,6 @@ from server.settings import ENV_PREFIX
 
 SOCKET_BUFFER = 4 << 20  # macOS gives 8 KiB, less than one step of a large batch with logprobs
 READ_SIZE = 1 << 18
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_SECONDS = 0.01
 
 log = logging.getLogger("marathon")
@@ -221,20 +220,3 @@ class EngineConnection:
         if status is None:
             log.warning("engine %d is still there %.0f s after it was killed", self.pid, timeout)
         return status
-
-
-def describe_exit(status: int | None) -> str:
-    """An exit status as people say it."""
-    if status is None:
-        return "didn't end"
-    if status >= 0:
-        return f"ended with exit code {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"
-
-
-def was_ended_from_outside(status: int | None) -> bool:
-    """An exit status that says nothing about the work under way: no process does that to itself."""
-    return status is not None and -status in _FROM_OUTSIDE

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from server.ipc import messages
-from server.supervision.engine_process import Engine, EngineConnection, describe_exit
+from server.supervision.engine_process import Engine, EngineConnection
+from server.supervision.exit_status import describe_exit
 from server.supervision.timeouts import Backoff
 
 PREPARE_SECONDS = 300.0  # for imports that give way to everything else on the machine

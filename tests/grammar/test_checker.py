@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -145,3 +146,11 @@ async def test_a_schema_that_crashes_the_check_is_refused_and_the_server_goes_on
         await asyncio.to_thread(site.served.checker.fault, lark('start: "a"'))
         pid = site.served.checker.pid
     assert sys.platform != "linux" or not Path(f"/proc/{pid}").exists()
+
+
+def test_the_process_that_checks_grammars_loads_nothing_of_the_server() -> None:
+    """Each of them would make its start several times as long."""
+    says = "import sys; import server.grammar.checker; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True).stdout.split()
+    assert "server.grammar.checker" in loaded
+    assert not {"asyncio", "fastapi", "pydantic", "mlx", "transformers", "server.settings"} & set(loaded)

@@ -25,15 +25,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, TypeVar
 
 from server.errors import NotReady, RequestError, RequestTooLarge
-from server.supervision.engine_process import was_ended_from_outside, without_settings
+from server.supervision.engine_process import without_settings
+from server.supervision.exit_status import DYING_SECONDS, TRIES, was_ended_from_outside
 
 LARGE_BYTES = 1 << 16  # of a body; threads that prepare ones of 256 KiB held the interpreter for 0.17 s
 SECONDS = 120  # for one request; the largest that fits a context takes some seconds
 START_SECONDS = 60  # more for the first one: a process that loads a tokenizer on a busy machine
 IDLE_SECONDS = 600.0  # until the process ends: a conversation of this size comes back with its next turn
 HEAD_BYTES = 4
-DYING_SECONDS = 0.5  # from the end of its socket to that of the process
-TRIES = 2  # of a request whose process was ended by something else
 BREATH = 5_000  # values that are loaded before another thread has its turn
 _MODULE = "server.api.request_worker"
 _READ_BYTES = 1 << 20
@@ -87,15 +86,19 @@ class LargeRequests:
                 self._rest = loop.call_later(self._idle, self._thread.submit, self._end)
 
     def _ask(self, work: Callable[..., Any], content: bytes, more: tuple[object, ...]) -> Any:
+        answer = None
         for _ in range(TRIES):
             try:
-                outcome, value, last = self._asked(work, content, more)
+                answer = self._asked(work, content, more)
                 break
             except (OSError, EOFError, pickle.UnpicklingError):
                 if not self._was_ended_from_outside():
-                    raise self._too_large(content) from None
-        else:
-            raise self._too_large(content)
+                    break
+        if answer is None:
+            log.error("a request of %d bytes ended the process that prepares large ones", len(content))
+            message = f"Preparing a request of {len(content)} bytes fails, or takes longer than {self._seconds} s"
+            raise RequestTooLarge(message)
+        outcome, value, last = answer
         if last:
             self._end()
         if outcome == "failed":
@@ -123,12 +126,6 @@ class LargeRequests:
                 status = process.wait(DYING_SECONDS)
         self._end()
         return was_ended_from_outside(status)
-
-    def _too_large(self, content: bytes) -> RequestTooLarge:
-        log.error("a request of %d bytes ended the process that prepares large ones", len(content))
-        return RequestTooLarge(
-            f"Preparing a request of {len(content)} bytes fails, or takes longer than {self._seconds} s"
-        )
 
     def _answer(self, peer: socket.socket) -> tuple[str, Any, bool]:
         with io.BufferedReader(socket.SocketIO(peer, "r"), _READ_BYTES) as file:
