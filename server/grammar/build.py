@@ -185,15 +185,7 @@ def _calls(calls: Calls, prove: Prove) -> Iterator[str]:
 
 
 def _arguments_rule(function: FunctionRule, prove: Prove) -> str:
-    schema = ANY_OBJECT | (function.parameters or {})
-    _refuse_at(*endless.fault(schema, function.param))
-    fault = _schema_fault(schema, prove)
-    options = OPTIONS
-    if fault and not function.strict and not _schema_fault(schema, prove, LENIENT_OPTIONS):
-        log.info("arguments of %.64s follow a part of their schema: %s", function.name, fault)
-        fault = ""
-        options = LENIENT_OPTIONS
-    _refuse_at(*_first_fault(schema, function.param, prove, fault))
+    options = _enforced(ANY_OBJECT | (function.parameters or {}), function.param, prove, strict=function.strict)
     return json_rule(_arguments(function.parameters or {}, function.param), options)
 
 
@@ -242,8 +234,20 @@ def check(schema: Any, param: str, prove: Prove = checker.fault) -> None:
     """Check that a schema can be enforced. Raises InvalidValue that names the innermost place at fault."""
     if schema is False:
         raise InvalidValue(f"{param}: no answer could follow the schema `false`", param=param)
+    _enforced(schema, param, prove)
+
+
+def _enforced(schema: Any, param: str, prove: Prove, *, strict: bool = True) -> dict[str, Any]:
+    """Return the options with which a schema is enforced: all of it if `strict`, else as much as can be."""
     _refuse_at(*endless.fault(schema, param))
-    _refuse_at(*_first_fault(schema, param, prove, _schema_fault(schema, prove)))
+    fault = _schema_fault(schema, prove)
+    options = OPTIONS
+    if fault and not strict and not _schema_fault(schema, prove, LENIENT_OPTIONS):
+        log.info("%.200s: as much as can be enforced of it is followed: %s", param, fault)
+        fault = ""
+        options = LENIENT_OPTIONS
+    _refuse_at(*_first_fault(schema, param, prove, fault))
+    return options
 
 
 def _refuse_at(place: str, fault: str) -> None:
@@ -267,7 +271,7 @@ def _widest_fault(schema: Any, param: str, prove: Prove) -> tuple[str, str] | No
     for place, part in wide.widest(schema, endless.reachable(schema, param).values()):
         if monotonic() > until:
             break
-        fault = _fault(f"start: {json_rule(part)}", prove)
+        fault = _schema_fault(part, prove)
         if fault.startswith(TOO_COMPLEX):
             return place, fault
     return None
@@ -300,7 +304,7 @@ def _innermost(schema: Any, place: str, fault: str, prove: Prove) -> tuple[str, 
             looks -= 1
             if looks < 0 or monotonic() > until:
                 return place, fault
-            if inner := _fault(f"start: {json_rule(shared | part)}", prove):
+            if inner := _schema_fault(shared | part, prove):
                 schema = part
                 place = place + name
                 fault = inner

@@ -7,12 +7,12 @@ in the log what of it is out of range or no number, and never raises: a model is
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from server.model_files.linked_folder import linked_folder
 from server.model_files.model_config import json_object
 
 NAME = "generation_config.json"
@@ -45,11 +45,7 @@ def without_broken(folder: Path) -> Iterator[Path]:
     if not reason:
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="marathon-model-") as name:
-        shown = Path(name)
-        for file in folder.iterdir():
-            if file.name != NAME:
-                (shown / file.name).symlink_to(file.absolute())
+    with linked_folder({file.name: file for file in folder.iterdir() if file.name != NAME}) as shown:
         yield shown
 
 

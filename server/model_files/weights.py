@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from server.errors import StartupError, one_line
+from server.model_files.linked_folder import linked_folder
 from server.model_files.model_config import LFS_POINTER
 
 INDEX = "model.safetensors.index.json"
@@ -58,13 +58,9 @@ def only_weights(folder: Path) -> Iterator[Path]:
     if set(files) == set(folder.glob(TAKEN)):
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="marathon-model-") as name:
-        shown = Path(name)
-        for file in folder.iterdir():
-            if file.suffix != ".safetensors":
-                (shown / file.name).symlink_to(file.absolute())
-        for number, file in enumerate(files, 1):
-            (shown / f"model-{number:05}.safetensors").symlink_to(file.absolute())
+    others = {file.name: file for file in folder.iterdir() if file.suffix != ".safetensors"}
+    weights = {f"model-{number:05}.safetensors": file for number, file in enumerate(files, 1)}
+    with linked_folder(others | weights) as shown:
         yield shown
 
 

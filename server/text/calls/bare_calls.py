@@ -141,8 +141,8 @@ class BareCalls:
         """What an object can be by its beginning. Returns what is to be read again."""
         if self._compact.startswith(self._early):
             head = _HEAD.match("".join(self._held[1:]))
-            if head and json.loads(head["name"], strict=False) in self._names:
-                return self._begin_early(head, pieces)
+            if head and (name := json.loads(head["name"], strict=False)) in self._names:
+                return self._begin_early(name, head, pieces)
         if any(early.startswith(self._compact) for early in self._early):
             return ""
         self._is_late = self._compact.startswith(self._late)
@@ -150,9 +150,9 @@ class BareCalls:
             return ""
         return self._hand_back(pieces)
 
-    def _begin_early(self, head: re.Match[str], pieces: Pieces) -> str:
+    def _begin_early(self, name: str, head: re.Match[str], pieces: Pieces) -> str:
         """The name is known, and the arguments begin."""
-        self._begin(json.loads(head["name"], strict=False), pieces)
+        self._begin(name, pieces)
         self._go_on(self._in_arguments)
         self._object = JsonObject()
         return head.string[head.end() :]
