@@ -1,7 +1,8 @@
 """The laboratory on an NVIDIA GPU: `python -m loadtests.gpu_lab --out FOLDER [--minutes 8]`.
 
 Runs the programs that need no HTTP on a llama of 1.2 B and a hybrid of 1.1 B with random weights in bfloat16, drawn on
-the spot: the curve to 20,000 tokens at 1, 8 and 32 rows, cache kinds, attention paths, passes over the cache. The most
+the spot: the curve to 20,000 tokens at 1, 8 and 32 rows, cache kinds, attention paths, passes over the cache; those
+also on a llama each of whose heads has keys and values of its own, where they are most of a step. The most
 important come first; a part that fails, or finds no time, is named at the end and doesn't stop the others. Writes the
 programs' own CSV files. `--quick` takes tiny models, to see that it works; `--only` some of the programs.
 """
@@ -16,12 +17,14 @@ from loadtests.lab.experiment import parser_of
 from loadtests.lab.suite import Part, announce, run
 
 LLAMA = "llama-1b"
+MHA = "mha-1b"
 HYBRID = "hybrid-1b"
 PROGRAMS = ("count", "cache_kinds", "attention_paths", "kv_passes")
 
 
 def parts() -> list[Part]:
     return [
+        _lines(MHA, 70, "step", "concatenate", "contiguous", "rotating", "batched", "marathon", "marathon beside"),
         _lines(LLAMA, 50, "step", "concatenate", "quantised", "marathon", "rotating"),
         Part("attention_paths", ("--shape", LLAMA, "--prompts", "2049", "--runs", "2"), 40),
         Part("cache_kinds", ("--shape", LLAMA, "--prompts", "513", "4097", "--runs", "2"), 70),

@@ -7,6 +7,7 @@ ends it if the test itself is killed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import http.client
@@ -179,6 +180,14 @@ class Server:
 def options(values: Mapping[str, object]) -> list[str]:
     """`{"max_rows": 32}` → `["--max-rows", "32"]`."""
     return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def checkout(text: str) -> Path:
+    """The folder of a checkout of Marathon, as an option's type. Raises argparse.ArgumentTypeError for any other."""
+    folder = Path(text).resolve()
+    if not (folder / "server" / "cli.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of Marathon")
+    return folder
 
 
 def python_of(root: Path) -> str:

@@ -25,7 +25,9 @@ COLUMNS = ("shape", "kind", *POINT, "intercept_ms", "gb_s", "copy_gb_s", "passes
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", nargs="+", default=["llama"], help="family, small, llama-1b, hybrid-1b, or a folder")
+    parser.add_argument(
+        "--shape", nargs="+", default=["llama"], help="family, small, llama-1b, mha-1b, hybrid-1b, or a folder"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of cache, and Marathon's batch")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, help="positions")
     parser.add_argument(

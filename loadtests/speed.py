@@ -19,8 +19,8 @@ from pathlib import Path
 from loadtests import harness
 from loadtests.bench.ledger import Ledger, Verdict, judge
 from loadtests.bench.rounds import Plan, Row, Stage
-from loadtests.bench.rows import GROUPS_BARS, GROUPS_MODEL, ROWS
-from loadtests.bench.targets import MARATHON, NAMES
+from loadtests.bench.rows import GROUPS_BARS, GROUPS_MODEL, ROWS, beside_earlier
+from loadtests.bench.targets import EARLIER, MARATHON, NAMES
 from loadtests.harness import HarnessError
 from loadtests.zoo.models import obtain
 
@@ -33,6 +33,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", default=[""], help=f"names of rows, or their beginnings; all: {known}")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one that warms up")
     parser.add_argument("--targets", nargs="+", choices=NAMES, default=NAMES, help="who is measured")
+    parser.add_argument("--earlier", type=harness.checkout, metavar="FOLDER", help="also measure this earlier checkout")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "results", help="folder of the CSV and the table")
     parser.add_argument("--models", type=Path, help="folder of the models; default: the folder `models` in --out")
     parser.add_argument("--quick", action="store_true", help="tiny loads: shows that it works, measures nothing")
@@ -100,11 +101,16 @@ def main() -> int:
     arguments = parse()
     end_on_sigterm()
     rows, with_groups = chosen(arguments.rows)
+    targets = list(arguments.targets)
+    if arguments.earlier:
+        rows = [beside_earlier(row) for row in rows]
+        targets.append(EARLIER)
     plan = Plan(
         rounds=arguments.rounds,
         folder=arguments.models or arguments.out / "models",
         logs=arguments.out / "logs",
-        targets=arguments.targets,
+        targets=targets,
+        earlier=arguments.earlier or harness.ROOT,
         quick=arguments.quick,
         seed=arguments.seed,
     )

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
 
-from loadtests.bench.ledger import Bar, Figures, Ledger, Verdict, judge, number
+from loadtests.bench.ledger import Bar, Figures, Ledger, Verdict, judge, number, ratio
 from loadtests.bench.targets import NAMES, Target, opened
 from loadtests.harness import REST_SECONDS, ROOT, HarnessError
 from loadtests.zoo.models import obtain, words
@@ -79,7 +79,11 @@ class Plan:
 
 def memory_bars(model: str) -> list[Bar]:
     label = f"memory of the {model} server at rest after each round ÷ after the first"
-    return [Bar(label, lambda one: one["marathon"]["growth"], "≤", 1.15, worst=True)]
+    return [
+        Bar(label, lambda one: one["marathon"]["growth"], "≤", 1.15, worst=True),
+        Bar(f"earlier: {label}", lambda one: one["earlier"]["growth"], "≤", worst=True),
+        Bar(f"memory of the {model} server at rest × earlier", ratio("bytes", "earlier")),
+    ]
 
 
 class Stage:

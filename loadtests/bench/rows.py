@@ -7,12 +7,13 @@ three do the same work.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import mean, median
 
 from loadtests.bench.ledger import Bar, Figures, of, quotient, ratio
 from loadtests.bench.rounds import Row, Work
-from loadtests.bench.targets import MARATHON, RAW, REFERENCE, Target, measured
+from loadtests.bench.targets import EARLIER, MARATHON, RAW, REFERENCE, Target, measured
 from loadtests.bench.workload import LoadRequest, Stream, first_p50, tokens_a_second
 from server.settings import Settings
 
@@ -194,6 +195,25 @@ ROWS = [
     Row("turns-gemma3", "gemma3_text", turns, [FLAT], [MARATHON]),
     Row("turns-qwen3_5", "qwen3_5", turns, [FLAT], [MARATHON]),
 ]
+
+# ---------------------------------------------------------------- another checkout
+COMPARED = {  # figures by the beginnings of rows' names
+    "burst": ("ttft_mean",),
+    "beside": ("ttft_p50",),
+    "sampling": ("seen", "fresh"),
+    "stall": ("stall", "ttft_long"),
+    "turns": ("sum", "turn_40"),
+    "": ("tok_s", "ttft_p50", "cpu_s_per_1k"),
+}
+
+
+def beside_earlier(row: Row) -> Row:
+    """The same row, in which an earlier checkout is measured as well and both are compared; no promise is made."""
+    figures = next(figures for beginning, figures in COMPARED.items() if row.name.startswith(beginning))
+    bars = [Bar(f"{figure} × earlier", ratio(figure, EARLIER)) for figure in figures]
+    bars += [Bar(f"earlier: {figure} × raw", ratio(figure, target=EARLIER)) for figure in figures]
+    return replace(row, bars=[*row.bars, *bars], targets=[*row.targets, EARLIER])
+
 
 # ---------------------------------------------------------------- in process, see loadtests.groups
 GROUPS_MODEL = "cheap"

@@ -48,6 +48,9 @@ LLAMA_1B: dict[str, Any] = {
     "max_position_embeddings": 32_768,
     "tie_word_embeddings": False,
 }
+# All heads have keys and values of their own: the cache is so large that its reading shows above what launching a step
+# costs a fast GPU's host.
+MHA_1B = LLAMA_1B | {"num_key_value_heads": 32}
 HYBRID_1B: dict[str, Any] = {
     "model_type": "qwen3_5",
     "text_config": {
@@ -80,6 +83,7 @@ RECIPES = {
     "smollm3": Recipe("smollm3", 2048),
     "llama": Recipe("llama", 2048),
     "llama-1b": Recipe("llama", 49_152, config=LLAMA_1B),
+    "mha-1b": Recipe("llama", 49_152, config=MHA_1B),
     "hybrid-1b": Recipe("qwen3_5", 49_152, config=HYBRID_1B),
 }
 

@@ -519,7 +519,14 @@ class Steady:
 
 
 @pytest.mark.parametrize(
-    "row", [*speed_rows.ROWS, *gpu.rows_of("llama-1b"), *versions.rows_of("cheap", [1])], ids=lambda row: row.name
+    "row",
+    [
+        *speed_rows.ROWS,
+        *map(speed_rows.beside_earlier, speed_rows.ROWS),
+        *gpu.rows_of("llama-1b"),
+        *versions.rows_of("cheap", [1]),
+    ],
+    ids=lambda row: f"{row.name} of {len(row.targets)}",
 )
 def test_every_bar_finds_its_figures(row: speed_rows.Row) -> None:
     work = Work(random.Random(0), quick=True, profile=True)
@@ -544,9 +551,10 @@ def test_the_bars_of_the_pages_find_their_figures_and_pages_that_are_closed_are_
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        versions.parse([str(tmp_path)])
-    assert f"{tmp_path} is no checkout of Marathon" in capsys.readouterr().err
+    for parse, words in [(versions.parse, []), (speed.parse, ["--earlier"])]:
+        with pytest.raises(SystemExit):
+            parse([*words, str(tmp_path)])
+        assert f"{tmp_path} is no checkout of Marathon" in capsys.readouterr().err
     assert versions.parse([str(harness.ROOT)]).earlier == harness.ROOT
 
 
