@@ -21,6 +21,7 @@ from server.status import state, verdict
 from server.status.state import Status
 from server.status.verdict import Deaths, Verdict
 from server.supervision.supervisor import Supervisor
+from server.telemetry.repetition import Repetition
 
 TICK_SECONDS = 1.0
 HISTORY_POINTS = 900
@@ -89,8 +90,9 @@ class Feed:
 
     async def run(self) -> None:
         """Make a report each second, until cancelled."""
+        advance = Repetition("making a report", self.advance)
         while True:
-            self.advance()
+            advance()
             await asyncio.sleep(TICK_SECONDS)
 
     def advance(self) -> None:

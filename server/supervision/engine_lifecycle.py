@@ -38,6 +38,7 @@ from server.supervision.scheduler import Scheduler
 from server.supervision.spare_engine import SpareEngine
 from server.supervision.timeouts import GOOD_LIFE, HASTY_ROTATIONS, Backoff, RotationPace, StallLimit
 from server.telemetry.engine_status import EngineStatus
+from server.telemetry.repetition import Repetition
 
 FAILED_STARTS = 3  # in a row, until new requests are refused
 AWAITED_SECONDS = 5.0  # longest pause after a failed start while answers wait for the next
@@ -104,6 +105,11 @@ class EngineLifecycle:
         self._life = Liveness(settings, self._stall, self._clock())
         self._served = False  # it delivered a token
         self._still = 0.0  # seconds of this outage in which the server itself stood still
+        self._looks = (
+            Repetition("looking at what waits", self._look_at_waits),
+            Repetition("looking at the engine", self._look_at_engine),
+            Repetition("looking at the spare engine", self._look_at_spare),
+        )
 
     # ---------------------------------------------------------------- one life after the other
     async def run(self) -> None:
@@ -151,8 +157,10 @@ class EngineLifecycle:
                 self._leave(connection, "stop")
             await connection.lost
         finally:
-            was_ready = self._take_down()
-            status = await connection.bury(BURY_SECONDS)
+            try:
+                was_ready = self._take_down()
+            finally:  # never a second engine beside what is left of this one
+                status = await connection.bury(BURY_SECONDS)
         return self._account(connection, was_ready, describe_exit(status))
 
     def learn(self, tokens: TokenTable) -> None:
@@ -402,11 +410,19 @@ class EngineLifecycle:
             last = self._clock()
 
     def look(self) -> None:
-        """Acts on what is overdue by now."""
+        """Acts on what is overdue by now. A fault in one of its parts keeps none of the others from being done."""
+        for part in self._looks:
+            part()
+
+    def _look_at_waits(self) -> None:
         if self.connection is None or self.ready is None:
             self._give_up()
+
+    def _look_at_engine(self) -> None:
         if self.connection is not None and self.ending is None:
             self._check(self.connection)
+
+    def _look_at_spare(self) -> None:
         self._spare.look(is_wanted=self._wants_spare())
 
     def _wants_spare(self) -> bool:

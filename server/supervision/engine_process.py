@@ -169,9 +169,15 @@ class EngineConnection:
                 if event.epoch == self.epoch:
                     self._on_event(event)
         except framing.TornFrame as error:
-            self.garbage = str(error)
-            self.kill()
-            self._end()
+            self._give_up(str(error))
+        except Exception as error:  # of the server's own: what follows was never handled, so this engine is of no use
+            log.exception("a message of engine %d can't be handled", self.pid)
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _give_up(self, why: str) -> None:
+        self.garbage = why
+        self.kill()
+        self._end()
 
     def release(self) -> Engine:
         """Lets go of a living engine, which another connection may take over. Nothing of it may be unread."""

@@ -192,3 +192,27 @@ async def test_points_of_a_long_life_keep_within_their_bound() -> None:
         times = [point.time for point in kept.points]
         assert times == sorted(set(times))
         assert kept.events.maxlen == feed.MOST_EVENTS
+
+
+async def test_reports_go_on_after_one_that_could_not_be_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run_server() as site, site.client.stream("GET", "/status/events") as response:
+        stream = events(response)
+        await anext(stream)
+        judge = feed.verdict.judge
+        left = [ValueError("no verdict")] * 3
+
+        def fail(*judged: Any) -> Any:
+            if left:
+                raise left.pop()
+            return judge(*judged)
+
+        monkeypatch.setattr(feed.verdict, "judge", fail)
+        async with asyncio.timeout(10):
+            while left:
+                await asyncio.sleep(0.02)
+            last = await report(site)
+            while (await anext(stream))[1]["status"]["time"] <= last["status"]["time"]:
+                pass
+    assert caplog.text.count("making a report failed") == 1

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from supervising import collect, endless, sequence, supervise, until
+from supervising import Recorded, collect, endless, sequence, supervise, until
 from virtual_time import played
 
 from server.errors import (
     GenerationError,
 )
+from server.ipc import messages
+from server.supervision import engine_lifecycle
 
 
 async def test_a_rotation_is_a_planned_seam_and_never_two_engines(fake, counts):
@@ -78,3 +80,55 @@ async def test_an_engine_that_doesnt_leave_is_made_to(fake, counts):
         assert await task == [fake.expected(s)]
         assert supervisor.engine.restarts == 1
     assert counts.of("engine_restarted") == [("rotation",)]
+
+
+# ---------------------------------------------------------------- faults of the server's own
+@played
+async def test_engines_are_watched_whatever_a_look_at_something_else_raises(fake, counts, caplog):
+    def spawn(epoch):
+        if epoch == messages.NO_EPOCH:
+            raise MemoryError
+        return fake.spawn(epoch)
+
+    s = sequence(max_tokens=2000)
+    async with supervise(None, counts, spawn=spawn, spare_engine=True) as supervisor:
+        await asyncio.sleep(engine_lifecycle.SETTLED_SECONDS + 2.0)
+        task = asyncio.create_task(collect(supervisor.open([s], endpoint="chat"), 60))
+        await until(lambda: fake.rows)
+        fake.stall()
+        assert await task == [fake.expected(s)]
+    assert counts.of("engine_restarted") == [("stall",)]
+    assert caplog.text.count("looking at the spare engine failed") == 1
+
+
+async def test_a_fault_after_a_death_leaves_no_second_engine(fake, counts):
+    def fail(snapshot):
+        raise ValueError("no such metric")
+
+    s = sequence(max_tokens=400)
+    async with supervise(fake, counts) as supervisor:
+        supervisor.on_engine_gone.append(fail)
+        task = asyncio.create_task(collect(supervisor.open([s], endpoint="chat"), 30))
+        await until(lambda: fake.rows and supervisor.engine.snapshot)
+        first = fake.life
+        killed = []
+        first.kill = lambda: killed.append(len(fake.lives))
+        fake.close()
+        await until(lambda: len(fake.lives) == 2, 10)
+        assert killed == [1]
+        assert await task == [fake.expected(s)]
+
+
+async def test_a_fault_in_handling_a_message_loses_no_token(fake):
+    class Failing(Recorded):
+        def first_token(self, *reported):
+            self.calls.append(("first_token", reported))
+            if len(self.of("first_token")) == 3:
+                raise ValueError("no such metric")
+
+    failing = Failing()
+    s = [sequence(i, max_tokens=60) for i in range(8)]
+    async with supervise(fake, failing) as supervisor:
+        tasks = [asyncio.create_task(collect(supervisor.open([x], endpoint="chat"))) for x in s]
+        assert [t for [t] in await asyncio.gather(*tasks)] == [fake.expected(x) for x in s]
+    assert failing.of("engine_restarted") == [("crash",)]
