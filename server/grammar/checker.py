@@ -17,12 +17,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import IO
 
+from server.errors import NotReady
 from server.grammar import walk
 from server.ipc.sequence import MAX_GRAMMAR_SIZE, MAX_GRAMMAR_WIDTH
 from server.supervision.exit_status import DYING_SECONDS, TRIES, was_ended_from_outside
 
-SECONDS = 5  # for one answer; checking the largest grammar that is allowed takes a tenth
+SECONDS = 5  # of computing, for one answer; checking the largest grammar that is allowed takes a tenth
 NO_TEXT = "no text could follow it"
 _DEAD_END = "NoExtensionBias"  # llguidance's word for a grammar that allows no token and no end
 _START_SECONDS = 60.0  # a process that starts on a busy machine
@@ -64,7 +66,8 @@ class Checker:
         return self._process.pid
 
     def fault(self, grammar: str) -> str:
-        """As the function `fault`; a grammar that the check doesn't survive is at fault."""
+        """As the function `fault`; a grammar that the check doesn't survive is at fault. Raises NotReady when there is
+        no process to be had."""
         with self._lock:
             for _ in range(TRIES):
                 if answer := self._answer(grammar):
@@ -89,9 +92,15 @@ class Checker:
     def _start(self) -> subprocess.Popen[bytes]:
         self._end()  # it may have ended by itself
         command = [sys.executable, "-P", "-m", "server.grammar.checker", f"{self._seconds:g}"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
-        )
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+            )
+        except OSError as error:
+            log.error("no process to check a grammar: %s", error)
+            raise NotReady("No process can be started that checks the grammar", retry_after=2) from None
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
         return self._process
 
     def _end(self) -> int | None:
@@ -119,28 +128,40 @@ class Checker:
 
 
 def _ask(process: subprocess.Popen[bytes], grammar: str, seconds: float) -> bytes:
-    """The line that comes back; empty when the process ends first or takes longer."""
+    """The line that comes back; empty when the process ends first or takes longer. One that was stopped doesn't read,
+    either."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(json.dumps(grammar).encode() + b"\n")
+    question = memoryview(json.dumps(grammar).encode() + b"\n")
     answer = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not answer.endswith(b"\n"):
-            if not selector.select(seconds) or not (part := os.read(process.stdout.fileno(), 1 << 16)):
-                return b""
-            answer += part
+    while question:
+        if not _is_ready(process.stdin, selectors.EVENT_WRITE, seconds):
+            return b""
+        question = question[os.write(process.stdin.fileno(), question) :]
+    while not answer.endswith(b"\n"):
+        if not _is_ready(process.stdout, selectors.EVENT_READ, seconds):
+            return b""
+        if not (part := os.read(process.stdout.fileno(), 1 << 16)):
+            return b""
+        answer += part
     return answer
 
 
+def _is_ready(pipe: IO[bytes], event: int, seconds: float) -> bool:
+    with selectors.PollSelector() as selector:  # which takes no descriptor of its own
+        selector.register(pipe, event)
+        return bool(selector.select(seconds))
+
+
 def main() -> None:
-    """Answers lines until there are no more. The alarm ends a check that doesn't: no Python code could."""
+    """Answers lines until there are no more. The alarm ends a check that doesn't: no Python code could. It counts what
+    is computed, as hours may pass while a terminal's Ctrl-Z has all its processes stopped."""
     seconds = float(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the server's to hear
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         answer = json.dumps(fault(json.loads(line)))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(answer + "\n")
         sys.stdout.flush()
 

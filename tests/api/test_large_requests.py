@@ -22,7 +22,7 @@ from server.api.context import Recipe
 from server.api.input import body, large_requests
 from server.api.input.large_requests import LargeRequests, Packer, Unpacker
 from server.api.input.schema import CompletionRequest, refusal
-from server.errors import ContextLengthError, InternalError, RequestTooLarge
+from server.errors import ContextLengthError, InternalError, NotReady, RequestTooLarge
 
 pytestmark = pytest.mark.slow
 
@@ -200,6 +200,50 @@ async def test_a_request_isnt_too_large_where_its_process_is_ended_from_outside(
             await asyncio.sleep(0.01)
         os.kill(large.pid, getattr(signal, end))
         assert await waiting == 7
+
+
+async def test_a_request_isnt_too_large_where_its_process_is_stopped(make, tmp_path):
+    """SIGSTOP, or a debugger: it is noticed soon, and the request is prepared by another process."""
+    large = make()
+    mark = tmp_path / "begun"
+    waiting = asyncio.create_task(large.prepare(large_works.sleep_at_first, b"content", str(mark)))
+    async with asyncio.timeout(60):
+        while not mark.exists():
+            await asyncio.sleep(0.01)
+        os.kill(large.pid, signal.SIGSTOP)
+        assert await waiting == 7
+
+
+async def test_a_stopped_process_is_noticed_while_it_is_sent_a_request(make):
+    large = make()
+    await large.prepare(large_works.reply, b"")
+    os.kill(large.pid, signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        assert await large.prepare(large_works.reply, bytes(8 << 20)) == (8 << 20, ())
+
+
+async def test_a_request_whose_process_is_stopped_each_time_may_be_sent_again(make):
+    large = make()
+    async with asyncio.timeout(60):
+        with pytest.raises(NotReady, match="stopped") as caught:
+            await large.prepare(large_works.be_stopped, b"content")
+    assert caught.value.retry_after
+    assert await large.prepare(large_works.reply, b"content") == (7, ())
+
+
+async def test_a_client_that_leaves_while_others_wait_gives_its_turn_up(make, tmp_path):
+    large = make()
+    first = asyncio.create_task(large.prepare(large_works.sleep_at_first, b"", str(tmp_path / "begun")))
+    second = asyncio.create_task(large.prepare(large_works.sleep_at_first, b"", str(tmp_path / "other")))
+    async with asyncio.timeout(60):
+        while not (tmp_path / "begun").exists():
+            await asyncio.sleep(0.01)
+    second.cancel()
+    await asyncio.wait([second])
+    os.kill(large.pid, signal.SIGKILL)
+    await first
+    assert await large.prepare(large_works.reply, b"content") == (7, ())
+    assert not (tmp_path / "other").exists()
 
 
 async def test_a_request_whose_process_is_killed_each_time_is_refused(make):

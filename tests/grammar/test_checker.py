@@ -13,6 +13,7 @@ import pytest
 from llguidance import LLMatcher
 from serving import run_server
 
+from server.errors import NotReady
 from server.grammar import checker as module
 from server.grammar.checker import Checker
 
@@ -78,14 +79,38 @@ def test_a_check_that_never_ends_ends(monkeypatch):
     assert time.monotonic() - began < 5
 
 
+BUSY = """
+from server.grammar import checker
+def fault(grammar):
+    while True:
+        pass
+checker.fault = fault
+checker.main()
+"""
+
+
+def test_a_check_that_computes_without_end_is_ended_by_its_own_alarm_and_asked_once(monkeypatch):
+    popen = module.subprocess.Popen
+    started = []
+
+    def start(command, **options):
+        started.append(popen([sys.executable, "-c", BUSY, command[-1]], **options))
+        return started[-1]
+
+    monkeypatch.setattr(module.subprocess, "Popen", start)
+    checker = Checker(seconds=0.5)
+    assert "0.5 s" in checker.fault("x")
+    assert [process.returncode for process in started] == [-signal.SIGPROF]
+
+
 def test_the_alarm_of_the_other_process_ends_it_by_itself():
     checker = Checker(seconds=0.5)
     assert checker.fault(lark('start: "a"')) == ""
     pid = checker.pid
     os.kill(pid, signal.SIGSTOP)
-    os.kill(pid, signal.SIGALRM)
+    os.kill(pid, signal.SIGPROF)
     os.kill(pid, signal.SIGCONT)
-    assert checker._process.wait(5) == -signal.SIGALRM
+    assert checker._process.wait(5) == -signal.SIGPROF
     assert checker.fault(lark('start: "b"')) == ""
     checker.close()
 
@@ -105,6 +130,47 @@ def test_a_grammar_isnt_at_fault_where_its_check_is_ended_from_outside(end):
     asker.join(60)
     checker.close()
     assert answers == [""]
+
+
+SLOW = """
+import pathlib, sys, time
+from server.grammar import checker
+right = checker.fault
+def fault(grammar):
+    if grammar != "slow":
+        return right(grammar)
+    pathlib.Path(sys.argv[2]).touch()
+    time.sleep(0.4)
+    return ""
+checker.fault = fault
+checker.main()
+"""
+ASKS = """
+import sys
+from server.grammar import checker
+slow, mark = sys.argv[1:]
+popen = checker.subprocess.Popen
+checker.subprocess.Popen = lambda command, **options: popen([sys.executable, "-c", slow, command[-1], mark], **options)
+made = checker.Checker(seconds=1)
+made.fault("")
+print([made.fault("slow")])
+made.close()
+"""
+
+
+@pytest.mark.parametrize("stopped", [1.5, 3.0])
+def test_a_grammar_isnt_at_fault_where_server_and_check_are_stopped_together(tmp_path, stopped):
+    """As by Ctrl-Z: all processes of a terminal's group stand still, and go on together."""
+    mark = tmp_path / "begun"
+    command = [sys.executable, "-c", ASKS, SLOW, str(mark)]
+    asks = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    while not mark.exists():
+        assert asks.poll() is None
+        time.sleep(0.005)
+    os.killpg(asks.pid, signal.SIGSTOP)
+    time.sleep(stopped)
+    os.killpg(asks.pid, signal.SIGCONT)
+    assert asks.communicate(timeout=60)[0] == b"['']\n"
 
 
 def test_a_check_that_is_ended_again_and_again_comes_to_an_end(monkeypatch):
@@ -154,3 +220,32 @@ def test_the_process_that_checks_grammars_loads_nothing_of_the_server() -> None:
     loaded = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True).stdout.split()
     assert "server.grammar.checker" in loaded
     assert not {"asyncio", "fastapi", "pydantic", "mlx", "transformers", "server.settings"} & set(loaded)
+
+
+@pytest.mark.parametrize("size", [1_000, 200_000])
+def test_a_stopped_check_is_noticed_whatever_the_size_of_the_grammar(size):
+    checker = Checker(seconds=0.5)
+    grammar = lark(f'start: "{"a" * size}"')
+    expected = module.fault(grammar)
+    checker.fault(lark('start: "a"'))
+    os.kill(checker.pid, signal.SIGSTOP)
+    answers = []
+    asker = threading.Thread(target=lambda: answers.append(checker.fault(grammar)), daemon=True)
+    asker.start()
+    asker.join(30)
+    try:
+        assert answers == [expected]
+    finally:
+        checker.close()
+
+
+def test_where_no_process_can_be_started_the_grammar_isnt_at_fault(checker, monkeypatch):
+    def none(*_, **__):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(module.subprocess, "Popen", none)
+    with pytest.raises(NotReady, match="No process") as caught:
+        checker.fault(lark('start: "a"'))
+    assert caught.value.retry_after
+    monkeypatch.undo()
+    assert checker.fault(lark('start: "a"')) == ""

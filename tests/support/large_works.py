@@ -38,5 +38,10 @@ def be_killed(model: Any, content: bytes) -> object:
     return None
 
 
+def be_stopped(model: Any, content: bytes) -> object:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return None
+
+
 def die(model: Any, content: bytes) -> object:
     os._exit(1)

@@ -11,7 +11,6 @@ What comes back is loaded piece by piece, so that other threads run in between.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import logging
 import os
@@ -26,12 +25,13 @@ from typing import IO, Any, TypeVar
 
 from server.errors import NotReady, RequestError, RequestTooLarge
 from server.supervision.engine_process import without_settings
-from server.supervision.exit_status import DYING_SECONDS, TRIES, was_ended_from_outside
+from server.supervision.exit_status import DYING_SECONDS, TRIES, is_stopped, was_ended_from_outside
 
 LARGE_BYTES = 1 << 16  # of a body; threads that prepare ones of 256 KiB held the interpreter for 0.17 s
 SECONDS = 120  # for one request; the largest that fits a context takes some seconds
 START_SECONDS = 60  # more for the first one: a process that loads a tokenizer on a busy machine
 IDLE_SECONDS = 600.0  # until the process ends: a conversation of this size comes back with its next turn
+LOOK_SECONDS = 1.0  # between two looks whether the process was stopped
 HEAD_BYTES = 4
 BREATH = 5_000  # values that are loaded before another thread has its turn
 _MODULE = "server.api.request_worker"
@@ -58,6 +58,7 @@ class LargeRequests:
         self._lock = threading.Lock()  # around the two below, which `close` takes from another thread
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
+        self._was_stopped = False  # the one that had the request under way
         self._socket: socket.socket | None = None
         self._rest: asyncio.TimerHandle | None = None
 
@@ -73,17 +74,31 @@ class LargeRequests:
         """`work(model, content, *more)` in the process.
 
         Raises what it raises, RequestTooLarge when the process doesn't survive it or takes too long, and NotReady when
-        there is no process to be had.
+        there is no process to be had, or it is stopped again and again.
         """
         loop = asyncio.get_running_loop()
         if self._rest is not None:
             self._rest.cancel()
+        asked: asyncio.Future[Result] = loop.run_in_executor(self._thread, self._ask, work, content, more)
         try:
-            found: Result = await loop.run_in_executor(self._thread, self._ask, work, content, more)
-            return found
+            while not (await asyncio.wait([asked], timeout=LOOK_SECONDS))[0]:
+                self._end_if_stopped()
+            return await asked
+        except asyncio.CancelledError:
+            asked.cancel()
+            raise
         finally:
             if not self._closed:
                 self._rest = loop.call_later(self._idle, self._thread.submit, self._end)
+
+    def _end_if_stopped(self) -> None:
+        """One that stands still gives no answer, and hears no alarm of its own; the request gets another one."""
+        with self._lock:
+            process = self._process
+            if process is not None and is_stopped(process.pid):
+                log.warning("the process for large requests, %d, was stopped and is replaced", process.pid)
+                self._was_stopped = True
+                process.kill()
 
     def _ask(self, work: Callable[..., Any], content: bytes, more: tuple[object, ...]) -> Any:
         answer = None
@@ -94,6 +109,8 @@ class LargeRequests:
             except (OSError, EOFError, pickle.UnpicklingError):
                 if not self._was_ended_from_outside():
                     break
+        if answer is None and self._was_stopped and not self._closed:
+            raise NotReady("The process that prepares requests of this size was stopped", retry_after=2)
         if answer is None:
             log.error("a request of %d bytes ended the process that prepares large ones", len(content))
             message = f"Preparing a request of {len(content)} bytes fails, or takes longer than {self._seconds} s"
@@ -118,14 +135,17 @@ class LargeRequests:
         return self._answer(peer)
 
     def _was_ended_from_outside(self) -> bool:
-        """The process is gone, or has to go; whether that says nothing about the request."""
+        """The process is gone, or has to go; whether that says nothing about the request. One that neither answered nor
+        heard its alarm was stopped."""
         process = self._process
         status = None
         if process is not None and not self._closed:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 status = process.wait(DYING_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._was_stopped = True
         self._end()
-        return was_ended_from_outside(status)
+        return self._was_stopped or was_ended_from_outside(status)
 
     def _answer(self, peer: socket.socket) -> tuple[str, Any, bool]:
         with io.BufferedReader(socket.SocketIO(peer, "r"), _READ_BYTES) as file:
@@ -147,6 +167,7 @@ class LargeRequests:
         with self._lock:
             self._process = process
             self._socket = ours
+            self._was_stopped = False
             if self._closed:
                 process.kill()
         write(ours, (self._greeting, self._seconds), b"")
