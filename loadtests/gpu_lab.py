@@ -1,10 +1,11 @@
 """The laboratory on an NVIDIA GPU: `python -m loadtests.gpu_lab --out FOLDER [--minutes 8]`.
 
 Runs the programs that need no HTTP on a llama of 1.2 B and a hybrid of 1.1 B with random weights in bfloat16, drawn on
-the spot: the curve to 20,000 tokens at 1, 8 and 32 rows, cache kinds, attention paths, passes over the cache; those
-also on a llama each of whose heads has keys and values of its own, where they are most of a step. The most
-important come first; a part that fails, or finds no time, is named at the end and doesn't stop the others. Writes the
-programs' own CSV files. `--quick` takes tiny models, to see that it works; `--only` some of the programs.
+the spot: the curve to 20,000 tokens at 1, 8 and 32 rows, cache kinds, attention paths, passes over the cache. Passes
+are also measured on a llama of four layers with 128 heads, each with keys and values of its own: they are most of its
+steps. The most important come first; a part that fails, or finds no time, is named at the end and doesn't stop the
+others. Writes the programs' own CSV files. `--quick` takes tiny models, to see that it works; `--only` some of the
+programs.
 """
 
 from __future__ import annotations

@@ -48,9 +48,13 @@ LLAMA_1B: dict[str, Any] = {
     "max_position_embeddings": 32_768,
     "tie_word_embeddings": False,
 }
-# All heads have keys and values of their own: the cache is so large that its reading shows above what launching a step
-# costs a fast GPU's host.
-MHA_1B = LLAMA_1B | {"num_key_value_heads": 32}
+# Few layers, each with a large cache: its reading takes a fast GPU longer than the host takes to launch the step.
+MHA_1B = LLAMA_1B | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "head_dim": 128,
+}
 HYBRID_1B: dict[str, Any] = {
     "model_type": "qwen3_5",
     "text_config": {

@@ -108,11 +108,11 @@ class Checkpoints:
         self._opening = opening
         self._wake = wake
         self._clock = clock
-        self._tail = Tail(batches, clock)
         self._live: dict[int, LiveRow] = {}
         self._arrivals: dict[int, AwaitedRow] = {}
         self._interval = INTERVAL
         self._budget = Allowance(MOST_CREDIT, SHARE, clock)
+        self._tail = Tail(batches, self._budget, clock)
         self._reported = clock()
         self._iteration = 0
         self._speed = SPEED

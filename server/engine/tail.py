@@ -31,8 +31,9 @@ RECORD_BYTES = 8 << 20
 FIRST = 2  # tokens after which a row is logged: an answer of one token is never resumed
 SHORT = 512  # tokens that may be logged of a row of which no piece is written yet, if they take
 SHORT_BYTES = 8 << 20  # no more than this; of others a piece comes first
-SHARE = 0.01  # of the engine's time that records may take
+SHARE = 0.01  # of the engine's time that records may take, and what pieces leave of theirs
 MOST_CREDIT = 0.01  # seconds of that which may be saved up
+KEPT = 0.8  # of the pieces' credit that stays theirs
 
 
 @dataclass(slots=True)
@@ -59,7 +60,8 @@ class Copy:
 class Tail:
     """Owned by the checkpoints."""
 
-    def __init__(self, batches: Mapping[int, Batch], clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, batches: Mapping[int, Batch], pieces: Allowance, clock: Callable[[], float] = monotonic) -> None:
+        """`pieces`: the budget of time that pieces have."""
         self._batches = batches
         self._clock = clock
         self._rows: dict[int, LoggedRow] = {}
@@ -67,6 +69,7 @@ class Tail:
         self._submitted: dict[int, Copy] = {}  # by batch, in this iteration
         self._copied: list[Copy] = []  # in the one before
         self._budget = Allowance(MOST_CREDIT, SHARE, clock)
+        self._pieces = pieces
         self._can: dict[bool, bool] = {}  # whether rows go on from positions alone, by whether they share caches
 
     # ------------------------------------------------------------ rows
@@ -109,10 +112,20 @@ class Tail:
     def positions(self, number: int, tier: Tier) -> int:
         """How many positions of each of its rows the next step of a batch is to copy; 0 for none."""
         batch = self._batches[number]
-        if self._budget.left <= 0 or not self._can_log(tier, batch):
+        if not self._has_time or not self._can_log(tier, batch):
             return 0
         most = self._most(tier, batch)
         return max((lacking for row in batch.rows if (lacking := self._lacking(batch, row)) <= most), default=0)
+
+    @property
+    def _has_time(self) -> bool:
+        return self._budget.left > 0 or self._pieces.is_ample(KEPT)
+
+    def _spend(self, seconds: float) -> None:
+        budget = self._budget
+        if budget.left <= 0:
+            budget = self._pieces
+        budget.spend(seconds)
 
     @staticmethod
     def _most(tier: Tier, batch: Batch) -> int:
@@ -140,7 +153,7 @@ class Tail:
         held = batch.held(batch.rows[0]) + 1
         data = newest(layout, caches, positions, held, len(batch))
         self._submitted[number] = Copy(data, positions, batch.seqs)
-        self._budget.spend(self._clock() - began)
+        self._spend(self._clock() - began)
         return [data]
 
     # ------------------------------------------------------------ behind the steps
@@ -155,7 +168,7 @@ class Tail:
             self._log(tier, copied)
         self._copied = [self._noted(number, copied) for number, copied in self._submitted.items()]
         self._submitted.clear()
-        self._budget.spend(self._clock() - began)
+        self._spend(self._clock() - began)
 
     def _noted(self, number: int, copied: Copy) -> Copy:
         batch = self._batches.get(number)
@@ -195,7 +208,7 @@ class Tail:
             if not self._can_log(tier, batch):
                 continue
             for row in batch.rows:
-                if row.seq in self._new and batch.produced(row) >= FIRST and self._budget.left > 0:
+                if row.seq in self._new and batch.produced(row) >= FIRST and self._has_time:
                     self._admit(tier, batch, row)
 
     def _admit(self, tier: Tier, batch: Batch, row: Row) -> None:
@@ -210,7 +223,7 @@ class Tail:
                 self._log_first(tier, CacheSource(batch.caches, held, batch.place(row)), row.seq, start)
             logged.end = held
             logged.logged_at = began
-        self._budget.spend(self._clock() - began)
+        self._spend(self._clock() - began)
 
     @staticmethod
     def _is_short(layout: Layout, tokens: int) -> bool:

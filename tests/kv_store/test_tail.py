@@ -1,5 +1,6 @@
 """The newest positions of rows, logged with their steps: they come back bit for bit, and what is damaged never does."""
 
+import itertools
 import os
 import random
 from contextlib import contextmanager
@@ -33,9 +34,13 @@ class Logging:
         self.tier = SimpleNamespace(tail=self.log, store=disk.store, layout=disk.layout)
         self.batch = rig.batch()
         rig.join(self.batch, *rig.read(*rows))
-        self.tail = Tail({1: self.batch}, clock=lambda: 0.0)
-        for one in rows:
-            self.tail.begin(one.seq, KeyChain(disk.store.root, one.tokens))
+        self.rows = rows
+        self.begin(Allowance(1.0, 0.0, lambda: 0.0), lambda: 0.0)
+
+    def begin(self, pieces, clock):
+        self.tail = Tail({1: self.batch}, pieces, clock)
+        for one in self.rows:
+            self.tail.begin(one.seq, KeyChain(self.tier.store.root, one.tokens))
 
     def step(self, count=1, *, every=1):
         for i in range(count):
@@ -234,6 +239,19 @@ def test_no_more_is_logged_than_may_be_written_in_an_hour(tmp_path):
         live.step(200)
         live.crash()
         assert live.tier.store.counts.written_bytes < 100_000
+
+
+@pytest.mark.parametrize("most", [1.0, 0.0])
+def test_records_take_what_pieces_leave_of_their_time_and_not_their_reserve(most, tmp_path):
+    ticks = itertools.count(0, 0.001)  # a millisecond passes between two looks at the clock
+    pieces = Allowance(most, 0.0, lambda: 0.0)
+    with logging(Rig("llama"), tmp_path, row(1, prompt(20), max_tokens=999)) as live:
+        live.begin(pieces, lambda: next(ticks))
+        live.step(300)
+        live.crash()
+        records = len(list(tail_log.unpacked(tail_log.read(tail_log.segments(live.folder)[0]))))
+    assert tail.KEPT * most - 0.02 < pieces.left <= tail.KEPT * most
+    assert (records > 50) == bool(most)
 
 
 def test_segments_go_once_no_row_needs_them(tmp_path, monkeypatch):
