@@ -37,9 +37,10 @@ cuda: install
 	@$(INSTALL) --constraint requirements.lock --editable '.[cuda]'
 	@$(INSTALL) --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'from importlib.metadata import version as v; print(v("mlx"))')
 
-# Three processes on two cores, since many tests wait; in the order that tests/conftest.py gives.
+# Three processes on two cores, since many tests wait; in the order that tests/conftest.py gives. They write bytecode
+# even where the environment forbids it, or the hundreds of processes that tests start compile every module again.
 test: install
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The same with branch coverage and its floor; the tracer takes as long again as the tests' own Python code.
 coverage: install

@@ -49,24 +49,26 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Source:
+    """A file: its nodes are listed once, since every figure looks through them."""
+
     path: Path
     lines: int
-    tree: ast.Module
+    every: list[ast.AST]
 
     @classmethod
     def read(cls, path: Path) -> Source:
         text = path.read_text(encoding="utf-8")
-        return cls(path, text.count("\n"), ast.parse(text))
+        return cls(path, text.count("\n"), list(ast.walk(ast.parse(text))))
 
     @property
     def name(self) -> str:
         return self.path.relative_to(ROOT).as_posix()
 
     def nodes(self, kind: type[Node]) -> list[Node]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, kind)]
+        return [node for node in self.every if isinstance(node, kind)]
 
     def functions(self) -> list[Function]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+        return [node for node in self.every if isinstance(node, Function)]
 
     def classes(self) -> list[ast.ClassDef]:
         return self.nodes(ast.ClassDef)
@@ -166,7 +168,7 @@ def private_uses(tests: list[Source]) -> Iterator[Figure]:
     places = [
         f"{source.name}:{node.lineno}"
         for source in tests
-        for node in ast.walk(source.tree)
+        for node in source.every
         if isinstance(node, ast.expr) and is_foreign_private(node)
     ]
     yield Figure("private members used in tests", len(places), 25, densest(places))
@@ -183,9 +185,10 @@ def is_foreign_private(node: ast.expr) -> bool:
 
 def names_private(call: ast.Call, argument: ast.expr) -> bool:
     """Tell whether `setattr`, its like or `monkeypatch.setattr` gets a private member's name."""
-    name = ast.unparse(call.func).rpartition(".")[2]
     text = argument.value if isinstance(argument, ast.Constant) else None
-    return name in NAMING and isinstance(text, str) and bool(PRIVATE.fullmatch(text))
+    if not isinstance(text, str) or not PRIVATE.fullmatch(text):
+        return False
+    return ast.unparse(call.func).rpartition(".")[2] in NAMING
 
 
 def figures() -> list[Figure]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -55,11 +56,16 @@ def room(module: str) -> str:
 
 
 MODULES = modules()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@functools.cache
+def tree(module: str) -> ast.Module:
+    """Parsed when a test asks for it: each process of a run collects this file, and one runs its tests."""
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
 def others(module: str) -> set[str]:
-    return {other for other in map(own, imported(TREES[module])) if other and other != module}
+    return {other for other in map(own, imported(tree(module))) if other and other != module}
 
 
 def test_every_module_has_a_room_and_every_room_a_module():
@@ -88,12 +94,12 @@ def test_no_process_imports_what_belongs_to_the_other(name):
 
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if KIND[room(name)] != "E"))
 def test_only_engine_modules_touch_mlx(name):
-    touched = {other for other in imported(TREES[name]) if other.split(".")[0] in {"mlx", "mlx_lm"}}
+    touched = {other for other in imported(tree(name)) if other.split(".")[0] in {"mlx", "mlx_lm"}}
     if name not in PULL_MLX_IN:
         assert touched == set()
         return
     assert touched, f"{name} needs no exception any more"
-    for function in functions_that_import_mlx(TREES[name]):
+    for function in functions_that_import_mlx(tree(name)):
         first, second, *rest = [node for node in function.body if not isinstance(node, ast.Expr) or not is_text(node)]
         assert ast.unparse(first) == "import mlx.core as mx"
         assert ast.unparse(second) == "mx.set_default_device(mx.cpu)"

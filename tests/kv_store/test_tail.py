@@ -61,12 +61,12 @@ class Logging:
 
 
 @contextmanager
-def logging(rig, home, *rows, disk=None, **options):
+def logging(rig, home, *rows, disk=None, patience=PATIENCE, **options):
     with kept(rig.raw, home, disk=disk) as store:
         folder = home / store.store.root.hex()
         one = Logging(store, folder, rig, *rows, **options)
         yield one
-        one.log.close(PATIENCE)
+        one.log.close(patience)
 
 
 def next_logits(model, caches):
@@ -228,7 +228,7 @@ def test_another_models_log_is_left_alone(tmp_path):
 def test_a_disk_that_takes_nothing_costs_no_step(disk, tmp_path):
     rig = Rig("llama")
     one = row(1, prompt(20), max_tokens=99)
-    with logging(rig, tmp_path, one, disk=disk) as live:
+    with logging(rig, tmp_path, one, disk=disk, patience=0.1) as live:  # what is queued would take minutes
         live.step(40)
         assert live.batch.produced(one) >= 39
 
