@@ -33,7 +33,6 @@ def parts() -> list[Part]:
         Part("count", ("--shape", LLAMA, "--direct", "--rows", "8", "32", "--real", "100"), 45),
         Part("count", ("--shape", HYBRID, "--direct", "--rows", "1", "8", "32", "--real", "100"), 60),
         _lines(HYBRID, 30, "step", "marathon"),
-        _lines(LLAMA, 60, "contiguous", "batched", "marathon beside"),
     ]
 
 
