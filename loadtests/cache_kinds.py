@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from statistics import median
 
-from loadtests.lab.experiment import Bound, Case, Experiment, Row, carry_out, parser_of
+from loadtests.lab.experiment import BFLOAT16, SHAPES, Bound, Case, Experiment, Row, carry_out, parser_of
 
 KINDS = ("concatenate", "contiguous", "step", "rotating", "quantised", "batched")
 EXACT = ("concatenate", "contiguous", "step")
@@ -26,9 +26,7 @@ MORE = 1.02  # a peak may be so many times another and still count as no higher
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--shape", nargs="+", default=["llama"], help="family, small, llama-1b, mha-1b, hybrid-1b, or a folder"
-    )
+    parser.add_argument("--shape", nargs="+", default=["llama"], help=SHAPES)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of cache")
     parser.add_argument("--prompts", nargs="+", type=int, default=[513, 2049, 4097], help="tokens")
     parser.add_argument("--tokens", type=int, default=128, help="that are generated")
@@ -63,11 +61,7 @@ def _bounds(rows: list[Row]) -> list[Bound]:
         ratio = peaks["step"] / peaks["concatenate"]
         found.append(Bound(f"{where}: the step-allocated cache's peak is {ratio:.2f} of the other's", ratio <= MORE))
     texts = {row["ids"] for row in rows if row["kind"] in EXACT}
-    if texts and rows[0]["shape"] not in (
-        "llama-1b",
-        "mha-1b",
-        "hybrid-1b",
-    ):  # those are in bfloat16, where ties fall either way
+    if texts and rows[0]["shape"] not in BFLOAT16:  # where ties fall either way
         found.append(
             Bound(f"{where}: {len(texts)} different text(s) from the kinds with the same arithmetic", len(texts) == 1)
         )

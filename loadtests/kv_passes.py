@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from loadtests.lab.experiment import Bound, Case, Experiment, Row, carry_out, parser_of
+from loadtests.lab.experiment import SHAPES, Bound, Case, Experiment, Row, carry_out, parser_of
 
 KINDS = ("concatenate", "contiguous", "step", "rotating", "quantised", "batched", "marathon", "marathon beside")
 CONTEXTS = [512, 1024, 2048, 4096, 8192, 16384, 32768]
@@ -25,9 +25,7 @@ COLUMNS = ("shape", "kind", *POINT, "intercept_ms", "gb_s", "copy_gb_s", "passes
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--shape", nargs="+", default=["llama"], help="family, small, llama-1b, mha-1b, hybrid-1b, or a folder"
-    )
+    parser.add_argument("--shape", nargs="+", default=["llama"], help=SHAPES)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of cache, and Marathon's batch")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, help="positions")
     parser.add_argument(

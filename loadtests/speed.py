@@ -19,7 +19,7 @@ from pathlib import Path
 from loadtests import harness
 from loadtests.bench.ledger import Ledger, Verdict, judge
 from loadtests.bench.rounds import Plan, Row, Stage
-from loadtests.bench.rows import GROUPS_BARS, GROUPS_MODEL, ROWS, beside_earlier
+from loadtests.bench.rows import GROUPS_BARS, GROUPS_MODEL, ROWS, with_earlier
 from loadtests.bench.targets import EARLIER, MARATHON, NAMES
 from loadtests.harness import HarnessError
 from loadtests.zoo.models import obtain
@@ -103,7 +103,7 @@ def main() -> int:
     rows, with_groups = chosen(arguments.rows)
     targets = list(arguments.targets)
     if arguments.earlier:
-        rows = [beside_earlier(row) for row in rows]
+        rows = [with_earlier(row) for row in rows]
         targets.append(EARLIER)
     plan = Plan(
         rounds=arguments.rounds,

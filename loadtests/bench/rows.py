@@ -207,7 +207,7 @@ COMPARED = {  # figures by the beginnings of rows' names
 }
 
 
-def beside_earlier(row: Row) -> Row:
+def with_earlier(row: Row) -> Row:
     """The same row, in which an earlier checkout is measured as well and both are compared; no promise is made."""
     figures = next(figures for beginning, figures in COMPARED.items() if row.name.startswith(beginning))
     bars = [Bar(f"{figure} × earlier", ratio(figure, EARLIER)) for figure in figures]

@@ -21,6 +21,9 @@ from typing import Any
 from loadtests import harness
 from loadtests.bench.ledger import version_of
 
+BFLOAT16 = ("llama-1b", "mha-1b", "hybrid-1b")  # the zoo's models of that type, with random weights
+SHAPES = f"family, small, {', '.join(BFLOAT16)}, or a folder"
+
 Row = dict[str, Any]  # column → value: what was asked and what was measured
 COMMON = ("time", "device", "backend", "system", "python", "mlx", "mlx_lm", "marathon", "commit")
 OF_THE_PROCESS = ("drift", "process_peak_mib", "seconds", "error")

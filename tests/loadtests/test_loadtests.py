@@ -522,7 +522,7 @@ class Steady:
     "row",
     [
         *speed_rows.ROWS,
-        *map(speed_rows.beside_earlier, speed_rows.ROWS),
+        *map(speed_rows.with_earlier, speed_rows.ROWS),
         *gpu.rows_of("llama-1b"),
         *versions.rows_of("cheap", [1]),
     ],

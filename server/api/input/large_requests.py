@@ -84,10 +84,8 @@ class LargeRequests:
             while not (await asyncio.wait([asked], timeout=LOOK_SECONDS))[0]:
                 self._end_if_stopped()
             return await asked
-        except asyncio.CancelledError:
-            asked.cancel()
-            raise
         finally:
+            asked.cancel()  # of a client that has left; nothing, where it is done
             if not self._closed:
                 self._rest = loop.call_later(self._idle, self._thread.submit, self._end)
 
