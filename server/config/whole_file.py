@@ -5,6 +5,7 @@ Owns how they are written: beside their place, then moved into it. Any process a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -12,9 +13,14 @@ from pathlib import Path
 
 def write_whole(file: Path, content: bytes, mode: int | None = None) -> None:
     """Write a file in the place of what was there; `mode`: its permissions, else the process's usual ones. Raises
-    OSError."""
+    OSError, and then leaves all as it was."""
     beside = file.with_name(f"{file.name}.{os.getpid()}-{threading.get_ident()}.part")
-    beside.write_bytes(content)
-    if mode is not None:
-        beside.chmod(mode)
-    os.replace(beside, file)
+    try:
+        beside.write_bytes(content)
+        if mode is not None:
+            beside.chmod(mode)
+        os.replace(beside, file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise

@@ -38,7 +38,6 @@ from server.settings import Settings
 LOCK_SECONDS = 3.0  # in which an engine that has just been killed is gone
 OPEN_SECONDS = 5.0  # that an engine with its model loaded waits for the store; it opens later where that is too short
 CLOSE_SECONDS = 1.5  # for what is queued when an engine leaves; the server kills it soon after
-HASHES = "models.json"  # of models' files
 
 TRIED_OUT_BY = [Path(__file__).with_name(name) for name in ("trial.py", "layout.py", "trees.py")]
 
@@ -137,7 +136,7 @@ class Opening:
             log.warning("no KV is kept: %s is in use by another server; --kv-disk-folder names another", home)
             return
         began = time.perf_counter()
-        fingerprint = cache_fingerprint(self._model, home / HASHES)
+        fingerprint = cache_fingerprint(self._model, home / folder.HASHES)
         log.debug("the model's files are known after %.1f s", time.perf_counter() - began)
         self._learned.wait()
         if self._layout is None:

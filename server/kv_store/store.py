@@ -180,9 +180,16 @@ class Store:
         self.counts.write_seconds += time.perf_counter() - began
 
     def append(self, path: Path, buffers: Sequence[Buffer]) -> None:
-        """Write behind what is in a file of the folder that isn't found by what it stands for. Raises OSError."""
+        """Write behind what is in a file of the folder that isn't found by what it stands for. Raises OSError, and then
+        leaves the file as it was: what follows a record that was cut would never be read."""
         began = time.perf_counter()
-        self._write_out(path, buffers, os.O_APPEND)
+        before = _length(path)
+        try:
+            self._write_out(path, buffers, os.O_APPEND)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, before)
+            raise
         self.counts.written_bytes += sum(memoryview(buffer).nbytes for buffer in buffers)
         self.counts.write_seconds += time.perf_counter() - began
 
@@ -246,6 +253,12 @@ def _contents(path: Path, memory: memoryview) -> memoryview:
         while done < len(memory) and (read := stream.readinto(memory[done:])):
             done += read
         return memory[:done]
+
+
+def _length(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 def repeated_ids(tokens: list[int], start: int, end: int) -> tuple[int, ...]:

@@ -130,5 +130,9 @@ def _write(store: Store, layout: Layout, way: _Way) -> bool:
     entry = store.expect(file.name, file.size)
     if entry is None:
         return False
-    store.write(entry, file.head, file.data)
+    try:
+        store.write(entry, file.head, file.data)
+    except OSError:
+        store.forget(entry)
+        raise
     return True

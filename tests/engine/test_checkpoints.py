@@ -7,6 +7,7 @@ from time import monotonic
 
 import pytest
 from driving import Rig, model, prompt, row
+from little_room import files_end_at
 from looping import EPOCH, Engine
 
 from server.engine import checkpoints, tail
@@ -356,6 +357,18 @@ def test_a_bad_disk_changes_no_answer_and_stops_no_step(faults, tiny, tmp_path):
         one.submit(row(1, prompt(LEAST), max_tokens=3 * INTERVAL))
         finish(one)
     assert one.tokens[1] == alone("llama", tuple(prompt(LEAST)), 3 * INTERVAL)
+
+
+def test_an_engine_that_starts_on_a_full_disk_reads_what_is_kept(tiny, tmp_path):
+    tokens = prompt(2 * LEAST)
+    tokens = tokens + _saved(tiny, tmp_path, tokens) + [5]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    with files_end_at(1), engine(tiny, tmp_path) as one:
+        one.submit(row(2, tokens, max_tokens=5))
+        finish(one)
+        assert one.started[2].reused >= len(tokens) - 3
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_cache_that_can_not_be_copied_ends_the_tier_and_no_row(tiny, tmp_path, monkeypatch, caplog):

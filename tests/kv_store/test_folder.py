@@ -87,8 +87,10 @@ def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
 def test_half_written_files_of_a_killed_writer_are_swept(tmp_path):
     (tmp_path / MODEL).mkdir()
     (tmp_path / MODEL / "piece.part").write_bytes(b"x")
+    (tmp_path / "models.json.7-8.part").write_bytes(b"x")
     write(tmp_path, NAME)
     folder.sweep(tmp_path)
+    assert not (tmp_path / "models.json.7-8.part").exists()
     assert [found.name for found in folder.files(tmp_path)] == [NAME]
     assert not (tmp_path / MODEL / "piece.part").exists()
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from driving import Rig, prompt, row
 from keeping import AMPLE, PATIENCE, kept
+from little_room import files_end_at
 
 from server.cache_guard import cache_arrays
 from server.engine import tail
@@ -189,6 +190,29 @@ def test_damaged_and_cut_logs_bring_less_and_nothing_wrong(tmp_path):
                     (alone,) = rig.read(row(9, tokens[: found[1] + 1], max_tokens=1))
                     assert np.allclose(next_logits(rig.raw, found[0]), next_logits(rig.raw, alone.caches), 1e-3, 1e-3)
     assert len(lengths) > 3, "cuts at different places bring different lengths"
+
+
+def test_a_record_that_the_full_disk_cuts_costs_none_that_follow_it(tmp_path):
+    rig = Rig("llama")
+    with logging(rig, tmp_path, row(1, prompt(20), max_tokens=99)) as live:
+        live.step(6)
+        assert live.log.flush(PATIENCE)
+        (segment,) = tail_log.segments(live.folder)
+        whole, before = segment.read_bytes(), live.tier.store
+        with files_end_at(len(whole) + 100), pytest.raises(OSError, match="large"):
+            before.append(segment, [whole])
+        before.append(segment, [whole])
+    assert segment.read_bytes() == 2 * whole
+
+
+def test_what_the_full_disk_refuses_at_a_start_may_be_written_later(tmp_path):
+    rig = Rig("llama")
+    with logging(rig, tmp_path, row(1, prompt(20), max_tokens=99)) as live:
+        live.step(6)
+        live.crash()
+    with kept(rig.raw, tmp_path, disk=Disk(is_full=True)) as disk:
+        assert recover(disk.store, disk.layout, live.folder) == 0
+        assert (disk.store.files, disk.store.size) == (0, 0)
 
 
 def _pipe(path):

@@ -4,6 +4,7 @@ Owns the names of files and the lock. Runs in every process: the engine writes a
 clears. Only the holder of the lock writes, and the system frees it with its process.
 
     FOLDER/lock
+    FOLDER/models.json             hashes of models' files
     FOLDER/<root>/model.json       which model, in words
     FOLDER/<root>/paces.json       how fast its caches and its prompts are read
     FOLDER/<root>/<name>.kv        pieces and states, as `record` has them
@@ -19,14 +20,17 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
+from itertools import chain
 from pathlib import Path
 
 from server.config.file_lock import try_lock
+from server.config.whole_file import write_whole
 from server.kv_store.files.keys import KEY_BYTES
 from server.kv_store.files.record import Kind
 
 SUFFIX = ".kv"
 LOCK = "lock"
+HASHES = "models.json"
 ABOUT = "model.json"
 PACES = "paces.json"
 TAIL = "tail.*.log"
@@ -137,19 +141,19 @@ def prepare(folder: Path) -> None:
 
 
 def note_model(folder: Path, model: str) -> None:
-    """Write down in words which model a folder of files belongs to. Raises OSError."""
+    """Write down in words which model a folder of files belongs to; where there is no room for that, what lies there
+    is as useful without. Raises OSError if there is no folder."""
     prepare(folder)
-    about = folder / ABOUT
-    about.write_text(json.dumps({"model": model}) + "\n", encoding="utf-8")
-    about.chmod(FILE_MODE)
+    about = json.dumps({"model": model}) + "\n"
+    with contextlib.suppress(OSError):
+        write_whole(folder / ABOUT, about.encode(), FILE_MODE)
 
 
 def sweep(folder: Path) -> None:
     """Remove what a writer that was killed left half written."""
-    for model in _models(folder):
-        for path in model.glob("*.part"):
-            with contextlib.suppress(OSError):
-                path.unlink()
+    for path in chain(folder.glob(f"{HASHES}.*.part"), *(model.glob("*.part") for model in _models(folder))):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 class FolderLock:
