@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from server.config.sources import ENV_PREFIX, Sources, option
+from server.config.user_path import user_path
 from server.errors import StartupError
 
 __all__ = [
@@ -203,6 +204,15 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
         field = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool) and {int, float} & {field.annotation, *get_args(field.annotation)}:
             raise ValueError("input should be a number")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _home_in_paths(cls, value: object, info: ValidationInfo) -> object:
+        """Here for every source: a shell has done it for some words of the command line alone."""
+        kinds = get_args(cls.model_fields[str(info.field_name)].annotation)
+        if Path in kinds and isinstance(value, str | Path) and str(value).startswith("~"):
+            return user_path(value)
         return value
 
     @field_validator("guard", "spare_engine", mode="before")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import mlx.core as mx
 import pytest
@@ -165,6 +168,69 @@ def test_help_says_the_units_of_every_size(command, capsys):
     assert "512MiB" in shown
     for name in SIZES:
         assert f"{option(name)} SIZE" in shown
+
+
+# ---------------------------------------------------------------- paths
+PATHS = [name for name, field in Settings.model_fields.items() if Path in get_args(field.annotation)]
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def every_way(name: str, value: object, monkeypatch, folder: Path) -> Iterator[Settings]:
+    """The settings with this value from each of the three places."""
+    yield load({name: value})
+    yield load({}, written(folder, f"{name} = {json.dumps(value)}\n"))
+    monkeypatch.setenv(variable(name), str(value))
+    yield load({})
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("below", ["", "/kept", "/a/~b"])
+def test_a_path_may_begin_with_the_home_wherever_it_is_written(monkeypatch, home, tmp_path, name, below):
+    for settings in every_way(name, f"~{below}", monkeypatch, tmp_path):
+        assert getattr(settings, name) == Path(f"{home}{below}")
+        assert getattr(from_json(settings.model_dump_json()), name) == Path(f"{home}{below}")
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("value", ["./~", "a/~/b", "/a~", "a~b", "off"])
+def test_no_other_tilde_of_a_path_is_the_home(monkeypatch, home, tmp_path, name, value):
+    for settings in every_way(name, value, monkeypatch, tmp_path):
+        assert str(getattr(settings, name)) == str(Path(value))
+
+
+@pytest.mark.parametrize("name", [*PATHS, "model", "config"])
+def test_the_home_of_a_user_that_there_is_not_is_refused_in_one_line(capsys, name):
+    line = complaint(capsys, "check", option(name), "~no-such-user/x")
+    assert "no home is known for ~no-such-user" in line
+    assert "~no-such-user/x" in line.partition(":")[2]
+
+
+def test_the_home_is_put_into_every_path_of_every_command(capsys, home):
+    """Of the options that are no settings, too; those are `load`'s."""
+    tried = []
+    for name, command in cli.parser().commands.items():
+        for action in command._actions:
+            field = {**Settings.model_fields, "config": None}
+            if action.metavar not in cli.PATHS or (action.dest in field and name != "certify"):
+                continue
+            given = cli.parse([name, f"{action.option_strings[-1]}=~/x"])[action.dest]
+            assert given in (home / "x", [home / "x"])
+            complaint(capsys, name, f"{action.option_strings[-1]}=~no-such-user")
+            tried.append((name, action.dest))
+    assert tried == [("certify", "cache_dir"), ("cache", "folder"), ("models", "folder")]
+
+
+def test_a_settings_file_may_be_in_the_home(monkeypatch, home):
+    home.mkdir()
+    written(home, "port = 7\n")
+    assert load({}, "~/marathon.toml").port == 7
+    monkeypatch.setenv("MARATHON_CONFIG", "~/marathon.toml")
+    assert load({}).port == 7
 
 
 # ---------------------------------------------------------------- the command line

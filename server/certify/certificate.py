@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from server.config.user_path import user_path
+
 SETTINGS = ("model", "trust_remote_code", "cache_dir")  # of the options, those that are the server's settings too
 TOKENS, FEWEST = 1000, 400  # of a run; fewer where a step takes long
 ROWS = 3
@@ -61,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a live-buffer limit of one's own, up to which mlx-lm's run is then really played",
     )
     parser.add_argument("--trust-remote-code", action="store_true", default=absent, help="let a model bring its code")
-    parser.add_argument("--cache-dir", type=Path, default=absent, metavar="PATH", help="folder for what Marathon keeps")
+    parser.add_argument(
+        "--cache-dir", type=user_path, default=absent, metavar="PATH", help="folder for what Marathon keeps"
+    )
 
 
 def _number(least: int) -> Any:

@@ -63,7 +63,6 @@ def clear(config: str | None, folder: Path | None, *, as_json: bool) -> int:
 def place(settings: Settings, folder: Path | None) -> Path:
     """The folder that is meant: the one given, else the settings'. Raises StartupError if something else lies there."""
     home = folder or settings.kv_disk_folder or cache_folder(settings.cache_dir) / KEPT_KV
-    home = home.expanduser()
     if home.exists() and not home.is_dir():
         raise StartupError(f"{home} is no folder")
     return home

@@ -41,11 +41,11 @@ class LocalModel:
     lack: str | None = None
 
 
-def show(folders: list[str], *, as_json: bool) -> int:
+def show(folders: list[Path], *, as_json: bool) -> int:
     """Print the list and return 0. Raises StartupError for a folder that isn't there and where the device can't be
     asked."""
     settings = load_from(read_sources({}, None))
-    found = dict(places(cache_folder(settings.cache_dir), [Path(folder).expanduser() for folder in folders]))
+    found = dict(places(cache_folder(settings.cache_dir), folders))
     limit: int = ask_device(settings)["memory_limit_bytes"]
     models = [look_at(name, folder, limit) for folder, name in found.items()]
     if as_json:

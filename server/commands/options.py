@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from server.config.user_path import user_path
 
 COMMANDS = {
     "status": "print the verdict on a running server, its figures and its running generations",
@@ -56,6 +57,7 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
 def _models_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder",
+        type=user_path,
         action="append",
         default=[],
         metavar="PATH",
@@ -66,7 +68,7 @@ def _models_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _cache_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("act", nargs="?", choices=("show", "clear"), default="show", help="[show]")
-    parser.add_argument("--folder", type=Path, metavar="PATH", help="where it lies [as the settings say]")
+    parser.add_argument("--folder", type=user_path, metavar="PATH", help="where it lies [as the settings say]")
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 

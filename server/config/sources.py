@@ -17,6 +17,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
+from server.config.user_path import NoSuchHome, user_path
 from server.errors import StartupError
 
 ENV_PREFIX = "MARATHON_"
@@ -79,7 +80,10 @@ class Sources:
         environment.pop(_CONFIG, None)
         if config is None:
             return cls(given, environment, {})
-        path = Path(config).expanduser()
+        try:
+            path = user_path(config)
+        except NoSuchHome as error:
+            raise StartupError(f"config file {config}: {error}") from None
         text = _text(path)
         try:
             file = tomllib.loads(text)

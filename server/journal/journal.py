@@ -45,7 +45,7 @@ def journal_path(settings: Settings) -> Path | None:
     if settings.journal == "off":
         return None
     if settings.journal is not None:
-        return Path(settings.journal).expanduser()
+        return Path(settings.journal)
     return data_folder() / JOURNAL
 
 

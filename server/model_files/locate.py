@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.config.user_path import NoSuchHome, user_path
 from server.errors import StartupError
 from server.model_files.hub import hub_folder, hub_id_of, snapshot, whole_snapshot
 from server.model_files.progress import ReportProgress, to_log
@@ -40,12 +41,14 @@ def locate(settings: Settings, report: ReportProgress = to_log) -> ModelLocation
 
 def at_hand(model: str) -> ModelLocation | None:
     """The model that is named by its folder; None for a hub id. Raises StartupError for what is neither, at once."""
-    folder = Path(model).expanduser()
     try:
+        folder = user_path(model)
         if folder.is_dir():
             return _folder(folder)
         there = folder.exists()
         link = folder.is_symlink()
+    except NoSuchHome as error:
+        raise StartupError(f"--model {model}: {error}") from None
     except OSError as error:
         raise StartupError(f"--model {model} can't be looked at: {error.strerror or error}") from None
     if there:
