@@ -7,6 +7,7 @@ death. The engine's main thread appends and says what pieces hold by now; a segm
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -109,7 +110,8 @@ class TailWriter:
         while (job := self._jobs.get()) is not None:
             path, record = job
             if record is None:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # of a disk that takes nothing any more: the next start sees to it
+                    path.unlink()
                 continue
             self._write(path, record)
             self._written += record.size

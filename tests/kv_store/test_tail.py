@@ -294,6 +294,23 @@ def test_segments_go_once_no_row_needs_them(tmp_path, monkeypatch):
         assert len(tail_log.segments(live.folder)) == 1
 
 
+def test_a_segment_that_cant_be_removed_stops_no_later_record(tmp_path, monkeypatch):
+    monkeypatch.setattr("server.kv_store.tail_writer.SEGMENT_BYTES", 1)
+    rig = Rig("llama")
+    first, second = row(1, prompt(20), max_tokens=99), row(2, prompt(20, 2), max_tokens=99)
+    with logging(rig, tmp_path, first, second) as live:
+        live.step(4)
+        assert live.log.flush(PATIENCE)
+        for segment in tail_log.segments(live.folder):
+            segment.unlink()
+            segment.mkdir()
+        live.batch.leave([first])
+        for one in (first, second):
+            live.log.release(one.seq)
+        live.step(4)
+        assert live.log.flush(1.0)
+
+
 @pytest.mark.parametrize("size", [0, tail.RECORD_BYTES], ids=["of many bytes", "of few bytes"])
 def test_a_row_that_is_too_far_behind_waits_for_a_piece(size, tmp_path, monkeypatch):
     """Too far is what one record doesn't take: some positions always, more of them as long as they are small."""
