@@ -58,7 +58,8 @@ class TailWriter:
         self._folder = folder
         self._allowance = allowance
         self._older: list[_Segment] = []
-        self._segment = _Segment(tail_log.segment(folder, time.time_ns()))
+        self._number = time.time_ns()  # of the segment; counted from here on, since a clock may be set back
+        self._segment = _Segment(tail_log.segment(folder, self._number))
         self._offered = self._written = 0  # bytes; each is changed by one thread alone
         self._resumes_at = 0.0
         self._jobs: SimpleQueue[tuple[Path, TailRecord | None] | None] = SimpleQueue()
@@ -76,7 +77,8 @@ class TailWriter:
         """Append a record behind all others."""
         if self._segment.size > SEGMENT_BYTES:
             self._older.append(self._segment)
-            self._segment = _Segment(tail_log.segment(self._folder, time.time_ns()))
+            self._number += 1
+            self._segment = _Segment(tail_log.segment(self._folder, self._number))
         self._segment.size += record.size
         self._segment.rows.update(row.seq for row in record.rows)
         self._offered += record.size

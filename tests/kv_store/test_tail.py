@@ -294,6 +294,21 @@ def test_segments_go_once_no_row_needs_them(tmp_path, monkeypatch):
         assert len(tail_log.segments(live.folder)) == 1
 
 
+def test_a_clock_that_is_set_back_leaves_the_log_in_its_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("server.kv_store.tail_writer.SEGMENT_BYTES", 20_000)
+    clock = itertools.count(10**18, -(10**15))
+    monkeypatch.setattr("server.kv_store.tail_writer.time.time_ns", lambda: next(clock))
+    rig = Rig("llama")
+    with logging(rig, tmp_path, row(1, prompt(20), max_tokens=99)) as live:
+        live.step(30)
+        live.crash()
+        held = list(live.batch.held_tokens(live.batch.rows[0]))
+    assert len(tail_log.segments(live.folder)) > 1
+    with kept(rig.raw, tmp_path) as disk:
+        assert recover(disk.store, disk.layout, live.folder) == 1
+        assert disk.read([*held, 1])[1] >= len(held) - 2
+
+
 def test_a_segment_that_cant_be_removed_stops_no_later_record(tmp_path, monkeypatch):
     monkeypatch.setattr("server.kv_store.tail_writer.SEGMENT_BYTES", 1)
     rig = Rig("llama")
