@@ -138,6 +138,7 @@ class EngineLifecycle:
         spare = await self._spare.take()
         self.epoch += 1
         self._life = Liveness(self._settings, self._stall, self._clock())
+        self._life.was_spare = spare is not None
         self._served = False
         self._failure = self.stage = ""
         self.weights = None

@@ -22,6 +22,7 @@ from server.supervision.timeouts import StallLimit
 SILENT_SECONDS = 2.5 * messages.PROGRESS_SECONDS  # then it isn't called ready any more
 IDLE_SECONDS = 5 * messages.PROGRESS_SECONDS  # then one that has nothing to do is replaced,
 LOADING_SHARE = 0.25  # unless this share of what it took to load is more: so long the next one takes to be there
+FIRST_WORD_SECONDS = 10.0  # for one that had imported everything to say that it loads
 LOADING_SECONDS = 30.0  # the least for one that loads: Python's imports may hold its other threads up
 
 
@@ -50,6 +51,7 @@ class Liveness:
         self.loading_at = now  # once it has imported everything
         self.ready_at: float | None = None
         self.silent = False  # it was found mute, and hasn't been heard of since
+        self.was_spare = False  # it had imported everything before it was started
         self._settings = settings
         self._stall = stall
         self._count = -1
@@ -122,6 +124,8 @@ class Liveness:
         if now - self.began > limit:
             return Overdue("start", now - self.began, limit)
         limit = max(LOADING_SECONDS, self._settings.stall_seconds)
+        if self.was_spare and self.heard == self.began:
+            limit = FIRST_WORD_SECONDS
         if self.silence(now) > limit:
             return Overdue("silence", self.silence(now), limit)
         return None

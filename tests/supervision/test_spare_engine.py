@@ -13,7 +13,7 @@ from supervising import collect, endless, first_tokens, sequence, supervise, unt
 from virtual_time import played
 
 from server.ipc import messages
-from server.supervision import engine_lifecycle, spare_engine
+from server.supervision import engine_lifecycle, liveness, spare_engine
 from server.supervision.engine_lifecycle import SETTLED_SECONDS, UNSETTLED_SECONDS
 
 SOON = SETTLED_SECONDS + 2.0
@@ -159,6 +159,27 @@ async def test_a_spare_that_dies_as_it_loads_is_a_death_like_any_other(fake, cou
         fake.die()
         assert await collect(supervisor.open([s], endpoint="chat")) == [fake.expected(s)]
         assert supervisor.engine.epoch == 3
+
+
+@played
+async def test_one_that_is_stopped_as_it_becomes_the_engine_is_given_up_soon(fake, counts, monkeypatch):
+    take = spare_engine.SpareEngine.take
+
+    async def taken_and_stopped(spares):
+        process: Any = await take(spares)
+        if process is not None:
+            process.moves.clear()
+        return process
+
+    monkeypatch.setattr(spare_engine.SpareEngine, "take", taken_and_stopped)
+    s = sequence(max_tokens=100)
+    async with supervise(fake, counts, spare_engine=True, stall_seconds=60, start_seconds=600) as supervisor:
+        spare = await spare_of(fake, supervisor)
+        fake.die()
+        began = supervisor.clock()
+        assert await collect(supervisor.open([s], endpoint="chat")) == [fake.expected(s)]
+        assert supervisor.clock() - began < liveness.FIRST_WORD_SECONDS + 2
+        assert spare.poll() is not None
 
 
 @played
