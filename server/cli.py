@@ -75,7 +75,13 @@ class Parser(argparse.ArgumentParser):
         """An option that the command doesn't have. `elsewhere`: where it belongs, unless it is a slip of the pen."""
         name = word.partition("=")[0]
         hint = did_you_mean(name, self._option_string_actions) or elsewhere
+        if not hint and self._takes_text:
+            hint = "; a text that begins with a dash follows --"
         self.error(f"unknown option {name}{hint}")
+
+    @property
+    def _takes_text(self) -> bool:
+        return any(action.nargs == "*" for action in self._actions)
 
     def has_option(self, word: str) -> bool:
         return word.partition("=")[0] in self._option_string_actions
@@ -88,13 +94,16 @@ class Parser(argparse.ArgumentParser):
     def with_signed_values(self, words: Iterable[str]) -> list[str]:
         """The words with `--port -1` as `--port=-1`: argparse takes what begins with a minus for an option."""
         joined: list[str] = []
+        words = iter(words)
         for word in words:
             is_value = _SIGNED.match(word) and not self.has_option(word)
             if joined and is_value and self.wants_value(joined[-1]):
                 joined[-1] += f"={word}"
             else:
                 joined.append(word)
-        return joined
+            if word == "--":
+                break
+        return [*joined, *words]
 
     def offered(self) -> list[OfferedOption]:
         """Its long options, as completion sees them."""
@@ -249,9 +258,10 @@ def _refuse_option_without_command(top: Parser, first: Iterable[str]) -> None:
 
 
 def _refuse_foreign_option(top: Parser, command: Parser, words: Sequence[str]) -> None:
-    """Before argparse takes the option's value for an argument of the command, and complains of that."""
+    """Before argparse takes the option's value for an argument of the command, and complains of that. It also takes
+    `-5`, and a dash with a space behind it, for text, with which a command would begin its work."""
     for word in itertools.takewhile(lambda word: word != "--", words[1:]):
-        if word.startswith("--") and not command.has_option(word):
+        if word.startswith("-") and word != "-" and not command.has_option(word):
             command.refuse_option(word, _owner(top, words[0], word.partition("=")[0]))
 
 

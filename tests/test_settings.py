@@ -212,17 +212,16 @@ def test_the_home_of_a_user_that_there_is_not_is_refused_in_one_line(capsys, nam
 
 def test_the_home_is_put_into_every_path_of_every_command(capsys, home):
     """Of the options that are no settings, too; those are `load`'s."""
+    loads = {option(name) for name in (*Settings.model_fields, "config")}
     tried = []
-    for name, command in cli.parser().commands.items():
-        for action in command._actions:
-            field = {**Settings.model_fields, "config": None}
-            if action.metavar not in cli.PATHS or (action.dest in field and name != "certify"):
-                continue
-            given = cli.parse([name, f"{action.option_strings[-1]}=~/x"])[action.dest]
+    for command in cli.offered():
+        flags = {offered.flag for offered in command.options if offered.files} - {"--model"}
+        for flag in flags if command.name == "certify" else flags - loads:
+            given = cli.parse([command.name, f"{flag}=~/x"])[flag.strip("-").replace("-", "_")]
             assert given in (home / "x", [home / "x"])
-            complaint(capsys, name, f"{action.option_strings[-1]}=~no-such-user")
-            tried.append((name, action.dest))
-    assert tried == [("certify", "cache_dir"), ("cache", "folder"), ("models", "folder")]
+            assert "no home is known" in complaint(capsys, command.name, f"{flag}=~no-such-user")
+            tried.append((command.name, flag))
+    assert tried == [("certify", "--cache-dir"), ("cache", "--folder"), ("models", "--folder")]
 
 
 def test_a_settings_file_may_be_in_the_home(monkeypatch, home):
@@ -411,6 +410,28 @@ def test_a_foreign_option_is_named_with_its_owner_and_a_misspelt_one_with_its_li
     (line,) = capsys.readouterr().err.splitlines()
     flag = words[1].partition("=")[0]
     assert line == f"marathon: unknown option {flag}; {hint} (see marathon {words[0]} --help)"
+
+
+MISTAKEN = ["-5", "-5.5", "-x", "-xyz", "--nope", "-5 hi", "- hi", "--nope hi", "-5=hi", "---"]
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_nothing_that_begins_with_a_dash_is_text_before_a_double_dash(command):
+    for word in MISTAKEN:
+        for arguments in ([word, "hi"], [word], ["list", word] if command == "journal" else [word, "--", "hi"]):
+            with pytest.raises(StartupError) as refused:
+                cli.parse([command, *arguments])
+            line = str(refused.value)
+            assert f"unknown option {word.partition('=')[0]}" in line
+            assert f"(see marathon {command} --help)" in line
+            assert ("follows --" in line) == (command in ("ask", "journal"))
+
+
+@pytest.mark.parametrize("text", [*MISTAKEN, "-", "--model", "-h", "hi"])
+def test_behind_a_double_dash_everything_is_text(text):
+    assert parsed("ask", "--", text, "-5")["text"] == [text, "-5"]
+    assert parsed("ask", "--model", "m", "--", text)["text"] == [text]
+    assert parsed("journal", "show", "--", text)["ids"] == [text]
 
 
 def test_a_foreign_option_is_never_taken_for_one_that_has_no_word_of_it():

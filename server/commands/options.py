@@ -44,7 +44,7 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
         "text",
         nargs="*",
         metavar="TEXT",
-        help="the question; absent or -: standard input, which else is appended to it",
+        help="the question, behind -- if it begins with a dash; absent or -: standard input, which else is appended",
     )
     _remote_arguments(parser)
     parser.add_argument("--model", help="model to ask, or to serve where a server is started [the served one]")
