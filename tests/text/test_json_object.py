@@ -42,41 +42,41 @@ def read(*parts: str) -> tuple[str, bool]:
     return "".join([*pieces, made.rest()]), made.complete
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ('{"a": "x\ny\tz\r\x00"}', {"a": "x\ny\tz\r\x00"}),
-        (r'{"a": "C:\users\new\\dir \d+ it\'s \"q\" \u00e9\u12"}', {"a": 'C:\\users\new\\dir \\d+ it\'s "q" é\\u12'}),
-        ('{"a": "line\\\nnext"}', {"a": "line\\\nnext"}),
-        ('{"on": True, "off":False,"x":[None,None]}', {"on": True, "off": False, "x": [None, None]}),
-        ('{"a": "True, None]", "True": "x"}', {"a": "True, None]", "True": "x"}),
-        ('{"a": [1, 2, ], "b": {"c": 1e5,},\n}', {"a": [1, 2], "b": {"c": 1e5}}),
-        (r'{"a": "\u12\"}"}', {"a": '\\u12"}'}),
-        (r'{"a": "\u\u00e9"}', {"a": "\\ué"}),
-        ('{"a": NaN, "b": [Infinity, -Infinity], "c": nan}', {"a": "NaN", "b": ["Infinity", "-Infinity"], "c": "nan"}),
-        ('{"a": undefined, "b": paris, "c": 2026-01-15}', {"a": "undefined", "b": "paris", "c": "2026-01-15"}),
-        (
-            '{"a": +1, "b": [.5, -.5, 5., 1.e3], "c": 0x1F, "d": 007}',
-            {"a": 1, "b": [0.5, -0.5, 5.0, 1000.0], "c": "0x1F", "d": "007"},
-        ),
-        (
-            '{city: "Oslo", größe : 1, NaN: 2, 3: None, x-y: {True: true}}',
-            {"city": "Oslo", "größe": 1, "NaN": 2, "3": None, "x-y": {"True": True}},
-        ),
-        ('{"a": NaN,}', {"a": "NaN"}),
-        ("{'a': 'x', 'b': [\"y\", 'z'], \"c\": True}", {"a": "x", "b": ["y", "z"], "c": True}),
-        (r"""{'a': 'say "hi", it\'s \u00e9 \"q\"', 'b': '', "c": "it's"}""",
-         {"a": 'say "hi", it\'s é "q"', "b": "", "c": "it's"}),
-        ('{"a": 1, // the first, {"x": "y"}\n "b": /* ** / "c" */ "// no /* remark */", /**/ }',
-         {"a": 1, "b": "// no /* remark */"}),
-        ('{"a": "say "hi" now", "b": "he said "hi"", "c": ""hi", he said", "d": ["a "b" c", ""], "e": ""}',
-         {"a": 'say "hi" now', "b": 'he said "hi"', "c": '"hi", he said', "d": ['a "b" c', ""], "e": ""}),
-        ('{"a": "<b class="x">if (y == "z") {</b>" , b: "k": v"}',
-         {"a": '<b class="x">if (y == "z") {</b>', "b": 'k": v'}),
-        ("{'a': 'it's fine', 'b': \"it's\"}", {"a": "it's fine", "b": "it's"}),
-        ('{// one\n"a"/* two */:/***/5/* three */}', {"a": 5}),
-    ],
-)  # fmt: skip
+MENDED = [
+    ('{"a": "x\ny\tz\r\x00"}', {"a": "x\ny\tz\r\x00"}),
+    (r'{"a": "C:\users\new\\dir \d+ it\'s \"q\" \u00e9\u12"}', {"a": 'C:\\users\new\\dir \\d+ it\'s "q" é\\u12'}),
+    ('{"a": "line\\\nnext"}', {"a": "line\\\nnext"}),
+    ('{"on": True, "off":False,"x":[None,None]}', {"on": True, "off": False, "x": [None, None]}),
+    ('{"a": "True, None]", "True": "x"}', {"a": "True, None]", "True": "x"}),
+    ('{"a": [1, 2, ], "b": {"c": 1e5,},\n}', {"a": [1, 2], "b": {"c": 1e5}}),
+    (r'{"a": "\u12\"}"}', {"a": '\\u12"}'}),
+    (r'{"a": "\u\u00e9"}', {"a": "\\ué"}),
+    ('{"a": NaN, "b": [Infinity, -Infinity], "c": nan}', {"a": "NaN", "b": ["Infinity", "-Infinity"], "c": "nan"}),
+    ('{"a": undefined, "b": paris, "c": 2026-01-15}', {"a": "undefined", "b": "paris", "c": "2026-01-15"}),
+    (
+        '{"a": +1, "b": [.5, -.5, 5., 1.e3], "c": 0x1F, "d": 007}',
+        {"a": 1, "b": [0.5, -0.5, 5.0, 1000.0], "c": "0x1F", "d": "007"},
+    ),
+    (
+        '{city: "Oslo", größe : 1, NaN: 2, 3: None, x-y: {True: true}}',
+        {"city": "Oslo", "größe": 1, "NaN": 2, "3": None, "x-y": {"True": True}},
+    ),
+    ('{"a": NaN,}', {"a": "NaN"}),
+    ("{'a': 'x', 'b': [\"y\", 'z'], \"c\": True}", {"a": "x", "b": ["y", "z"], "c": True}),
+    (r"""{'a': 'say "hi", it\'s \u00e9 \"q\"', 'b': '', "c": "it's"}""",
+     {"a": 'say "hi", it\'s é "q"', "b": "", "c": "it's"}),
+    ('{"a": 1, // the first, {"x": "y"}\n "b": /* ** / "c" */ "// no /* remark */", /**/ }',
+     {"a": 1, "b": "// no /* remark */"}),
+    ('{"a": "say "hi" now", "b": "he said "hi"", "c": ""hi", he said", "d": ["a "b" c", ""], "e": ""}',
+     {"a": 'say "hi" now', "b": 'he said "hi"', "c": '"hi", he said', "d": ['a "b" c', ""], "e": ""}),
+    ('{"a": "<b class="x">if (y == "z") {</b>" , b: "k": v"}',
+     {"a": '<b class="x">if (y == "z") {</b>', "b": 'k": v'}),
+    ("{'a': 'it's fine', 'b': \"it's\"}", {"a": "it's fine", "b": "it's"}),
+    ('{// one\n"a"/* two */:/***/5/* three */}', {"a": 5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "meant"), MENDED)
 def test_what_has_one_meaning_only_is_mended(written: str, meant: dict[str, Any]) -> None:
     for parts in ([written], list(written), [written[:9], written[9:]]):
         text, complete = read(*parts)
@@ -191,6 +191,26 @@ def test_arguments_are_found_whatever_they_are_called(parser: str, call: str) ->
     for parts in ([text], list(text)):
         [found] = read_answer(parser, parts).calls
         assert (found.name, json.loads(found.arguments)) == ("f", {"a": 5})
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "mistral"])
+@pytest.mark.parametrize(("written", "meant"), MENDED)
+def test_arguments_are_mended_wherever_they_stand_in_their_call(
+    parser: str, written: str, meant: dict[str, Any]
+) -> None:
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+    for call in (
+        f'{{"arguments": {written}, "name": "f"}}',
+        f'{{"id": "x", "name": "f", "parameters": {written}}}',
+        f'{{"arguments": {written}, "id": "x", "name": "f"}}',
+        f'{{"type": "function", "function": {{"name": "f", "arguments": {written}}}}}',
+    ):
+        block = module.tool_call_start + call + module.tool_call_end
+        text = block + (f"\n{block}\nDone." if module.tool_call_end else "")
+        for parts in ([text], list(text)):
+            found = read_answer(parser, parts)
+            assert [(one.name, json.loads(one.arguments)) for one in found.calls] == [("f", meant)] * text.count(block)
+            assert found.content.strip() == ("Done." if module.tool_call_end else "")
 
 
 def refused(constant: str) -> None:

@@ -6,8 +6,10 @@ finds a call mlx-lm's own parser may. Runs on the event loop; pure. Never raises
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from server.text.calls import json_calls, marked_calls, spelled_calls
@@ -45,18 +47,22 @@ def read(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, who
     found, open_ = _by_format(form.name, text, tools, whole=whole)
     if open_ and whole and form.end and form.end in text:
         return _read_several(form, text, tools)
-    guesses = []
+    readings: Iterable[Parts] = (found, json_calls.read(text))
     if whole:
-        guesses = [
-            _by_mistrals_tags(form, text, tools),
-            _by_name(form, text, tools),
-            _by_literal(text),
-            _by_mlx_lm(form, text, tools),
-        ]
-    for parts in (found, json_calls.read(text), *guesses):
+        readings = itertools.chain(readings, _guesses(form, text, tools))
+    for parts in readings:
         if _has_call(parts):
             return [part for part in parts if isinstance(part, ModelCall) or _says(form, part)]
     return []
+
+
+def _guesses(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None) -> Iterator[Parts]:
+    """The likeliest first."""
+    yield _by_mistrals_tags(form, text, tools)
+    yield _by_name(form, text, tools)
+    yield json_calls.read(json_calls.mended(text))
+    yield _by_literal(text)
+    yield _by_mlx_lm(form, text, tools)
 
 
 def read_untagged(form: ToolFormat, text: str, tools: list[dict[str, Any]] | None, *, whole: bool) -> Parts:

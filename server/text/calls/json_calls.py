@@ -22,6 +22,7 @@ MEMBERS = r'(?:\s*,\s*"\w+"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.+-]+))*'
 _ARGUMENTS = ("arguments", "parameters", "args", "params", "input")
 _ABOUT_CALLS = frozenset({"name", "function", "id", "type", "index"})  # members that are no arguments
 _REST = re.compile(MEMBERS + r"\s*\}")
+_MOST_LOOKED_AT = 4096  # characters
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -71,9 +72,33 @@ def behind_arguments(text: str) -> str:
     return text
 
 
+def mended(text: str) -> str:
+    """The text with its objects as JSON has them. What stands behind one that has no end belongs to it."""
+    parts: list[str] = []
+    while text:
+        before, brace, behind = text.partition("{")
+        made = JsonObject()
+        ready, taken = made.read(brace + behind)
+        parts += [before, ready + made.ending()]
+        text = (brace + behind)[taken:]
+    return "".join(parts)
+
+
 def ends_in_string(text: str) -> bool:
-    """Whether a text that begins as JSON ends inside one of its strings."""
-    return text.lstrip()[:1] in ("{", "[") and '"' in _STRING.sub("", text)
+    """Whether a text that begins as JSON ends inside one of its strings. A quotation mark that lacks its backslash
+    leaves that open to all but the slow look, which a long text doesn't get."""
+    if text.lstrip()[:1] not in ("{", "[") or '"' not in _STRING.sub("", text):
+        return False
+    return len(text) > _MOST_LOOKED_AT or _ends_in_mended_string(text)
+
+
+def _ends_in_mended_string(text: str) -> bool:
+    made = JsonObject()
+    while "{" in text:
+        made = JsonObject()
+        text = text[text.index("{") :]
+        text = text[made.read(text)[1] :]
+    return made.in_string
 
 
 def written(call: Any) -> ModelCall:
