@@ -90,6 +90,14 @@ class Parameters:
         except ValueError:
             return dumped({key: value.text for key, value in values.items()})
 
+    @property
+    def names(self) -> list[str]:
+        """Those of the arguments that stand in the schema itself."""
+        properties = self._root.get("properties")
+        if isinstance(properties, Mapping):
+            return [str(name) for name in properties]
+        return []
+
     def declare(self, key: str) -> bool:
         return any(True for _ in self._declared(self._root, key, set()))
 
@@ -171,6 +179,11 @@ class Parameters:
             else:
                 found = True
         return found
+
+
+def names_of(tools: list[dict[str, Any]] | None) -> list[str]:
+    """The names of the tools."""
+    return [str((tool.get("function") or {}).get("name") or "") for tool in tools or []]
 
 
 def _parts(schema: Mapping[str, Any], name: str) -> list[Any]:

@@ -127,7 +127,7 @@ def _by_format(name: str, text: str, tools: list[dict[str, Any]] | None, *, whol
         marked = marked_calls.MarkedCalls(MARKUPS[name], text, tools, whole=whole)
         return marked.parts, marked.open
     if name in NOTATIONS:
-        spelled = spelled_calls.SpelledCalls(NOTATIONS[name], text)
+        spelled = spelled_calls.SpelledCalls(NOTATIONS[name], text, tools)
         return spelled.parts, spelled.open
     return [], False
 

@@ -16,7 +16,7 @@ MAX_DEPTH = 100
 MAX_DIGITS = 400  # more than any finite float needs; Python refuses to read thousands of them
 
 _SPACE = re.compile(r"\s*")
-_BARE_KEY = re.compile(r"[^\s:{}\[\],\"'<]+")
+_BARE_KEY = re.compile(r"[^\s:{}\[\],\"'<](?:[^:{}\[\],<\n]*[^\s:{}\[\],<])?")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![\w.])")
 _INTEGER = re.compile(r"[+-]?[0-9]+")

@@ -10,13 +10,15 @@ that is `text/calls/arguments.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from server.text.calls.arguments import ModelCall, Value
+from server.text.calls.arguments import ModelCall, Parameters, Value, names_of
 from server.text.calls.literals import Cut, Reader, Unreadable
 
 _SPACES = " \t\r\n,"
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _BETWEEN = re.compile(r"[\s,]*")
 
 
@@ -54,16 +56,18 @@ class SpelledCalls:
         open: the text ends within a string.
     """
 
-    def __init__(self, notation: Notation, text: str) -> None:
+    def __init__(self, notation: Notation, text: str, tools: list[dict[str, Any]] | None = None) -> None:
         self._notation = notation
         self._text = text
+        self._tools = tools
         self.open = False
         self.parts: list[ModelCall | str] = []
         at = done = 0
-        while match := notation.call.search(text, at):
+        call = _knowing(notation.call, names_of(tools))
+        while match := call.search(text, at):
             at = match.end()
             reader = Reader(text, at, quote=notation.quote)
-            if (values := self._values(reader)) is not None:
+            if (values := self._values(reader, match["name"])) is not None:
                 self.parts += [
                     text[done : match.start()].strip(_SPACES + notation.between),
                     ModelCall(match["name"], values),
@@ -71,15 +75,16 @@ class SpelledCalls:
                 at = done = reader.at
         self.parts.append(text[done:].strip(_SPACES + notation.between))
 
-    def _values(self, reader: Reader) -> dict[str, Value] | None:
+    def _values(self, reader: Reader, name: str) -> dict[str, Value] | None:
         """A call's arguments, as far as the text goes; None if this is no call."""
+        key_of = _knowing(self._notation.key, Parameters.named(name, self._tools).names)
         values: dict[str, Value] = {}
         while reader.at < len(self._text):
             reader.take(_BETWEEN)
             if self._text.startswith(self._notation.closing, reader.at):
                 reader.at += 1
                 break
-            key = reader.take(self._notation.key)
+            key = reader.take(key_of)
             if key is None:
                 ended = reader.at >= len(self._text) or self._text[reader.at :].isidentifier()
                 if not ended:
@@ -110,3 +115,12 @@ class SpelledCalls:
             pass
         reader.at = start
         return Value.plain(reader.bare(ends))
+
+
+def _knowing(pattern: re.Pattern[str], names: Iterable[str]) -> re.Pattern[str]:
+    """The pattern of a name, which also finds those of the tools that no programming language has, such as `a-b`."""
+    group = next(iter(pattern.groupindex))
+    odd = sorted((re.escape(name) for name in names if name and not _IDENTIFIER.fullmatch(name)), key=len, reverse=True)
+    if not odd:
+        return pattern
+    return re.compile(pattern.pattern.replace(f"(?P<{group}>", f"(?P<{group}>{'|'.join(odd)}|"))
