@@ -22,6 +22,8 @@ from loadtests.chaos.scenario import RECOMPUTED_SHARE, Findings, Scenario, obtai
 
 WARM = {"kill", "leak", "preempt", "preempt-long"}  # modes in which KV on disk saves nearly all
 
+PROGRESS_SECONDS = 20.0
+
 Mode = Callable[[Scenario], Awaitable[Findings]]
 
 MODES: dict[str, Mode] = {
@@ -67,17 +69,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def play(scenario: Scenario) -> Findings:
+async def play(scenario: Scenario, progress_seconds: float = PROGRESS_SECONDS) -> Findings:
     """One mode with one model; whatever goes wrong is a finding."""
+    progress = asyncio.create_task(_show_progress(scenario, progress_seconds))
     try:
         findings = await MODES[scenario.mode](scenario)
     except Exception as error:
         traceback.print_exc()
         findings = Findings(scenario.mode, problems=[f"{type(error).__name__}: {error}"])
+    finally:
+        progress.cancel()
     findings.problems += scenario.left
     if scenario.kv_disk != "0" and scenario.mode in WARM and not scenario.quick:
         findings.problems += _recomputed_too_many(findings)
     return findings
+
+
+async def _show_progress(scenario: Scenario, every: float) -> None:
+    """A mode may take minutes; say meanwhile what happens."""
+    began = monotonic()
+    while True:
+        await asyncio.sleep(every)
+        words = await asyncio.to_thread(scenario.progress)
+        print(f"...   {scenario.mode} ({scenario.model.name}, {monotonic() - began:.0f} s): {words}", flush=True)
 
 
 def _recomputed_too_many(findings: Findings) -> list[str]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ class Scenario:
     kv_disk: str = "0"
     left: list[str] = field(default_factory=list)  # what servers left behind
     servers: int = 0
+    current: Server | None = None
 
     def count(self, full: int, quick: int) -> int:
         return quick if self.quick else full
@@ -100,11 +102,24 @@ class Scenario:
             "kv_disk_folder": self.logs / f"kv-{self.mode}-{self.model.name}",
         }
         with harness.marathon(self.model, self.log_path(), **(common | options)) as server:
+            self.current = server
             yield server
+            self.current = None
             if server.process.poll() is None:
                 family = process_tree.descendants(server.pid)
                 server.stop()
                 self.left += leftovers(server, family)
+
+    def progress(self) -> str:
+        """What the newest server has done so far."""
+        if self.current is None:
+            return f"server {self.servers + 1} starts"
+        try:
+            tokens = sum(self.current.metric("marathon_generation_tokens_total").values())
+            lost = sum(self.current.metric("marathon_engine_restarts_total").values())
+        except (OSError, HTTPException):  # it may be stopped on purpose
+            return f"server {self.servers} doesn't answer"
+        return f"server {self.servers} has generated {tokens:,.0f} tokens and lost {lost:.0f} engines"
 
     def findings(self, server: Server, label: str, count: float) -> Findings:
         """Read from a server that still runs."""

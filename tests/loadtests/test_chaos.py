@@ -16,7 +16,7 @@ from loadtests.chaos import __main__, disconnects, shortage
 from loadtests.chaos import clients as chaos_clients
 from loadtests.chaos.comparison import Verdicts
 from loadtests.chaos.monitor import Sample, judge
-from loadtests.chaos.scenario import Findings
+from loadtests.chaos.scenario import Findings, Scenario
 from loadtests.chaos.sse_client import Account, ask, completion
 from server.compute.sampling import stream_key, uniforms
 
@@ -164,6 +164,32 @@ def test_a_problem_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 # ---------------------------------------------------------------- the listener
+async def test_a_mode_that_takes_long_says_what_its_server_has_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    class Counted:
+        def metric(self, name: str) -> dict[str, float]:
+            return {"": {"marathon_generation_tokens_total": 1234.0, "marathon_engine_restarts_total": 3.0}[name]}
+
+    class Paused:
+        def metric(self, name: str) -> dict[str, float]:
+            raise TimeoutError
+
+    async def slow(scenario: Scenario) -> Findings:
+        for server in (None, Counted(), Paused()):
+            scenario.current, scenario.servers = server, 1  # type: ignore[assignment]
+            await asyncio.sleep(0.05)
+        return Findings(scenario.mode)
+
+    monkeypatch.setitem(__main__.MODES, "leak", slow)
+    scenario = Scenario("leak", tmp_path / "llama", tmp_path, quick=True, rng=random.Random(0))
+    await __main__.play(scenario, progress_seconds=0.01)
+    said = capsys.readouterr().out
+    assert "leak (llama, 0 s): server 2 starts" in said
+    assert "server 1 has generated 1,234 tokens and lost 3 engines" in said
+    assert "server 1 doesn't answer" in said
+
+
 async def test_the_listener_returns_what_came_streamed_or_plain() -> None:
     async with run_server() as site:
         port = int(site.url.rpartition(":")[2])
