@@ -73,15 +73,17 @@ def behind_arguments(text: str) -> str:
 
 
 def mended(text: str) -> str:
-    """The text with its objects as JSON has them. What stands behind one that has no end belongs to it."""
+    """The text with its whole objects as JSON has them. One that has no end was cut short, and stays as it is."""
     parts: list[str] = []
-    while text:
-        before, brace, behind = text.partition("{")
+    while "{" in text:
+        place = text.index("{")
         made = JsonObject()
-        ready, taken = made.read(brace + behind)
-        parts += [before, ready + made.ending()]
-        text = (brace + behind)[taken:]
-    return "".join(parts)
+        ready, taken = made.read(text[place:])
+        if not made.complete:
+            break
+        parts += [text[:place], ready]
+        text = text[place + taken :]
+    return "".join([*parts, text])
 
 
 def ends_in_string(text: str) -> bool:
