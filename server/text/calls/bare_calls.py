@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from server.text.calls import json_calls
+from server.text.calls.arguments import names_of
 from server.text.calls.call_ids import CallIds
 from server.text.calls.json_object import JsonObject
 from server.text.calls.tool_calls import CallArguments, CallBegin, CallPiece
@@ -41,7 +42,7 @@ class BareCalls:
 
     def __init__(self, tools: list[dict[str, Any]], ids: CallIds, *, begins: bool = True) -> None:
         """`begins`: the text is the answer's beginning."""
-        self._names = frozenset(str((tool.get("function") or {}).get("name")) for tool in tools)
+        self._names = frozenset(names_of(tools))
         heads = tuple(_heads(self._names))
         self._early = tuple(f"{head},{member}{{" for head in heads for member in _MEMBERS)
         self._late = tuple(_late(heads))

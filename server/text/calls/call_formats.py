@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from server.text.calls import json_calls, marked_calls, spelled_calls
-from server.text.calls.arguments import ModelCall, Parameters, Value
+from server.text.calls.arguments import ModelCall, Parameters, Value, names_of
 from server.text.calls.json_object import JsonObject
 from server.text.calls.literals import container
 from server.text.calls.markup import MARKUPS, MISTRAL_NAME
@@ -202,7 +202,7 @@ def _is_known(call: ModelCall, tools: list[dict[str, Any]] | None) -> bool:
 
 
 def _names_tool(call: ModelCall, tools: list[dict[str, Any]] | None) -> bool:
-    return any((tool.get("function") or {}).get("name") == call.name for tool in tools or [])
+    return call.name in names_of(tools)
 
 
 def _says(form: ToolFormat, text: str) -> bool:
