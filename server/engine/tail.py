@@ -34,6 +34,7 @@ SHORT_BYTES = 8 << 20  # no more than this; of others a piece comes first
 SHARE = 0.01  # of the engine's time that records may take, and what pieces leave of theirs
 MOST_CREDIT = 0.01  # seconds of that which may be saved up
 KEPT = 0.8  # of the pieces' credit that stays theirs
+EXECUTED = 3.0  # times what it takes to build a copy's graph that it costs to build and run it
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ class Tail:
         held = batch.held(batch.rows[0]) + 1
         data = newest(layout, caches, positions, held, len(batch))
         self._submitted[number] = Copy(data, positions, batch.seqs)
-        self._spend(self._clock() - began)
+        self._spend(EXECUTED * (self._clock() - began))
         return [data]
 
     # ------------------------------------------------------------ behind the steps
@@ -168,7 +169,7 @@ class Tail:
             self._log(tier, copied)
         self._copied = [self._noted(number, copied) for number, copied in self._submitted.items()]
         self._submitted.clear()
-        self._spend(self._clock() - began)
+        self._spend(self._clock() - began + tier.tail.charge())
 
     def _noted(self, number: int, copied: Copy) -> Copy:
         batch = self._batches.get(number)

@@ -61,6 +61,7 @@ class TailWriter:
         self._number = time.time_ns()  # of the segment; counted from here on, since a clock may be set back
         self._segment = _Segment(tail_log.segment(folder, self._number))
         self._offered = self._written = 0  # bytes; each is changed by one thread alone
+        self._worked = self._charged = 0.0  # the same of CPU seconds that the thread took, and of those asked for
         self._resumes_at = 0.0
         self._jobs: SimpleQueue[tuple[Path, TailRecord | None] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="kv tail", daemon=True)
@@ -72,6 +73,14 @@ class TailWriter:
         """Whether the disk keeps up, and may take more."""
         keeps_up = self._offered - self._written < QUEUE_BYTES and time.monotonic() >= self._resumes_at
         return keeps_up and self._allowance.is_ample(SHARE)
+
+    def charge(self) -> float:
+        """CPU seconds of its thread since the last call. It shares the interpreter with the steps, and where the model
+        runs on the CPU its core too, so that they count as the steps' own."""
+        worked = self._worked
+        seconds = worked - self._charged
+        self._charged = worked
+        return seconds
 
     def append(self, record: TailRecord) -> None:
         """Append a record behind all others."""
@@ -116,6 +125,7 @@ class TailWriter:
                     path.unlink()
                 continue
             self._write(path, record)
+            self._worked = time.thread_time()
             self._written += record.size
 
     def _write(self, path: Path, record: TailRecord) -> None:

@@ -275,7 +275,18 @@ def test_records_take_what_pieces_leave_of_their_time_and_not_their_reserve(most
         live.crash()
         records = len(list(tail_log.unpacked(tail_log.read(tail_log.segments(live.folder)[0]))))
     assert tail.KEPT * most - 0.02 < pieces.left <= tail.KEPT * most
-    assert (records > 50) == bool(most)
+    assert (records > 30) == bool(most)
+
+
+def test_what_the_logs_thread_works_counts_as_time_of_the_steps(tmp_path, monkeypatch):
+    worked = itertools.count(0, 1.0)  # a second for each record
+    monkeypatch.setattr("server.kv_store.tail_writer.time.thread_time", lambda: next(worked))
+    with logging(Rig("llama"), tmp_path, row(1, prompt(20), max_tokens=99)) as live:
+        live.step(10)
+        assert live.log.flush(PATIENCE)
+        live.step(1)
+        live.tail.take(live.tier)
+        assert not live.tail.positions(1, live.tier)
 
 
 def test_segments_go_once_no_row_needs_them(tmp_path, monkeypatch):
