@@ -34,7 +34,7 @@ SHORT_BYTES = 8 << 20  # no more than this; of others a piece comes first
 SHARE = 0.01  # of the engine's time that records may take, and what pieces leave of theirs
 MOST_CREDIT = 0.01  # seconds of that which may be saved up
 KEPT = 0.8  # of the pieces' credit that stays theirs
-EXECUTED = 3.0  # times what it takes to build a copy's graph that it costs to build and run it
+EXECUTED = 3.0  # times the building of a copy's graph that building and running it take, on two CPU cores
 
 
 @dataclass(slots=True)
