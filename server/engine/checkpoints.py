@@ -31,13 +31,13 @@ from server.ipc.snapshot import Snapshot
 from server.kv_store.allowance import Allowance
 from server.kv_store.copies import CacheSource, put_back
 from server.kv_store.keeper import RowProgress, SaveResult
+from server.kv_store.layout import tokens_for_a_state
 from server.kv_store.opening import Opening, Tier
 from server.kv_store.reader import ROWS_AT_ONCE, Fetch
 
 INTERVAL = 64  # tokens between two checkpoints of a row: as many as a death may cost
 PUT_OFF = 192  # tokens by which one may come later while the log of newest positions has the row: pieces of 256
 LONGEST_INTERVAL = 4096  # where the disk can't take them
-STATE_SHARE = 8  # a state may be so many times larger than the positions saved with it
 LEAST = 256  # tokens below which no piece is written of a row: a prefill of so few costs little
 LEAST_GAIN = 16  # tokens that the disk must have beyond memory, or a row that comes back beyond what is saved
 LIVED = 1.0  # seconds of reading its prompt after which a row is worth saving
@@ -48,7 +48,6 @@ AT_END = 0.05  # seconds for a row that leaves: there is no later turn
 LOOK_EVERY = 8  # iterations between two looks at how far rows have come
 REPORT_SECONDS = 0.5
 UPLOAD_BYTES = 64 << 20  # that one iteration allocates of MLX or gives to it
-POSITION_BYTES = 4096  # assumed of a model without any cache that grows
 SPEED = 2e9  # bytes a second of copies, until they are measured
 SLOW = 3.0  # times what a prefill would take that a reading from the disk may take
 PATIENCE = 5.0  # seconds that a reading may take anyway
@@ -333,8 +332,7 @@ class Checkpoints:
     @staticmethod
     def _shortest(done: SaveResult) -> int:
         """Tokens between two checkpoints while the disk keeps up: states that are large are saved less often."""
-        share = done.state_bytes // (STATE_SHARE * max(done.position_bytes, POSITION_BYTES))
-        return min(max(INTERVAL, share), 16 * INTERVAL)
+        return min(max(INTERVAL, tokens_for_a_state(done.state_bytes, done.position_bytes)), 16 * INTERVAL)
 
     # ------------------------------------------------------------ a row leaves
     def save_leaving(self, seqs: Iterable[int], *, ended: bool) -> None:

@@ -2,7 +2,7 @@
 
 Owns how far each row is logged, the copies under way and the budget of time for them. Runs in the engine process's main
 thread. Pieces are written now and then, since each is a file; the log takes what has come since, so that a death costs
-a few tokens of each row. Only a row whose caches all grow by positions can go on from those alone.
+a few tokens of each row. A row can go on from the log if each of its caches grows by positions or is a small state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from server.kv_store.allowance import Allowance
 from server.kv_store.copies import CacheSource, RowCopy
 from server.kv_store.files.keys import KeyChain
 from server.kv_store.files.tail_log import RowBase, RowSpan
-from server.kv_store.layout import Layout
+from server.kv_store.layout import Layout, tokens_for_a_state
 from server.kv_store.newest import has_newest, newest, on_host
 from server.kv_store.opening import Tier
 from server.kv_store.tail_writer import TailRecord
@@ -71,7 +71,7 @@ class Tail:
         self._copied: list[Copy] = []  # in the one before
         self._budget = Allowance(MOST_CREDIT, SHARE, clock)
         self._pieces = pieces
-        self._can: dict[bool, bool] = {}  # whether rows go on from positions alone, by whether they share caches
+        self._can: dict[bool, bool] = {}  # whether rows can go on from records, by whether they share caches
 
     # ------------------------------------------------------------ rows
     def begin(self, seq: int, chain: KeyChain) -> None:
@@ -115,8 +115,11 @@ class Tail:
         batch = self._batches[number]
         if not self._has_time or not self._can_log(tier, batch):
             return 0
-        most = self._most(tier, batch)
-        return max((lacking for row in batch.rows if (lacking := self._lacking(batch, row)) <= most), default=0)
+        most = self._most(tier.layout, len(batch))
+        lacking = max((tokens for row in batch.rows if (tokens := self._lacking(batch, row)) <= most), default=0)
+        if lacking < _least(tier.layout):
+            return 0
+        return lacking
 
     @property
     def _has_time(self) -> bool:
@@ -129,15 +132,17 @@ class Tail:
         budget.spend(seconds)
 
     @staticmethod
-    def _most(tier: Tier, batch: Batch) -> int:
-        """Positions that one record may have of each row of a batch."""
-        affordable = RECORD_BYTES // (max(1, tier.layout.position_bytes) * len(batch))
-        return max(MOST, min(LONGEST, affordable))
+    def _most(layout: Layout, rows: int) -> int:
+        """Positions that one record may have of each of so many rows; none if their states alone take too much."""
+        room = RECORD_BYTES - layout.state_bytes * rows
+        if layout.state_bytes and room < 0:
+            return 0
+        return max(MOST, min(LONGEST, room // (max(1, layout.position_bytes) * rows)))
 
     def _can_log(self, tier: Tier, batch: Batch) -> bool:
         shares = len(batch) > 1
         if shares not in self._can:
-            self._can[shares] = has_newest(tier.layout, len(batch))
+            self._can[shares] = has_newest(tier.layout, len(batch)) and _least(tier.layout) <= MOST
         return self._can[shares] and tier.tail.takes
 
     def _lacking(self, batch: Batch, row: Row) -> int:
@@ -188,8 +193,9 @@ class Tail:
     def _log(self, tier: Tier, copied: Copy) -> None:
         spans = tuple(self._span(seq, *found) for seq, found in copied.spans.items() if seq in self._rows)
         if spans:
-            parts = tier.layout.piece(copied.positions, len(copied.seqs))
-            tier.tail.append(TailRecord(spans, parts, (on_host(copied.data),)))
+            rows = len(copied.seqs)
+            parts, states = tier.layout.piece(copied.positions, rows), tier.layout.states(rows)
+            tier.tail.append(TailRecord(spans, parts, states, (on_host(copied.data),)))
 
     def _span(self, seq: int, place: int, start: int, end: int) -> RowSpan:
         logged = self._rows[seq]
@@ -218,7 +224,7 @@ class Tail:
         batch.flush()
         logged = self._rows[row.seq]
         held = batch.held(row)
-        start = tier.store.reach(logged.chain, held, tier.layout.everything)
+        start = tier.store.reach(logged.chain, held, tier.layout.growing)
         if self._is_short(tier.layout, held - start):
             if held > start:
                 self._log_first(tier, CacheSource(batch.caches, held, batch.place(row)), row.seq, start)
@@ -231,6 +237,13 @@ class Tail:
         return tokens <= min(SHORT, SHORT_BYTES // max(1, layout.position_bytes))
 
     def _log_first(self, tier: Tier, source: CacheSource, seq: int, start: int) -> None:
-        (content,) = RowCopy(tier.layout, source).pieces([(start, source.held)])
+        copy = RowCopy(tier.layout, source)
+        (piece,) = copy.pieces([(start, source.held)])
+        state = copy.state()
         span = self._span(seq, 0, start, source.held)
-        tier.tail.append(TailRecord((span,), content.parts, content.data))
+        tier.tail.append(TailRecord((span,), piece.parts, state.parts, piece.data + state.data))
+
+
+def _least(layout: Layout) -> int:
+    """Tokens that a record must have, so that the states in it aren't most of what is written."""
+    return tokens_for_a_state(layout.state_bytes, layout.position_bytes)

@@ -1,4 +1,4 @@
-"""The newest positions of all rows of a batch, copied by the step that adds the last of them.
+"""The newest positions and the states of all rows of a batch, copied by the step that adds the last of them.
 
 Owns nothing. Runs in the engine's main thread, which alone touches arrays. The copy is part of the step's own graph: it
 costs no submission and no wait of its own, and once the step is read it can be taken.
@@ -6,34 +6,55 @@ costs no submission and no wait of its own, and once the step is read it can be 
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
 from server.cache_guard import Caches, parts
 from server.kv_store.copies import flat
-from server.kv_store.layout import Layout
-from server.kv_store.trees import at
+from server.kv_store.layout import Layout, PartLayout
+from server.kv_store.trees import UnknownCache, at
 from server.kv_store.trial import cut
 
 
 def has_newest(layout: Layout, rows: int) -> bool:
-    """Whether a row can go on from positions alone, and they can be found in the caches of so many rows."""
-    whole = all(part.grows and not part.turns for part in layout.parts)
-    return whole and (rows == 1 or all(part.merged_end is not None for part in layout.parts))
+    """Whether a row can go on from positions and states, and they can be found in the caches of so many rows."""
+    return all(_is_found(part, rows) for part in layout.parts)
+
+
+def _is_found(part: PartLayout, rows: int) -> bool:
+    if part.state is not None:
+        return rows == 1 or part.state.is_by_row
+    return part.grows and not part.turns and (rows == 1 or part.merged_end is not None)
 
 
 def newest(layout: Layout, caches: Caches, positions: int, held: int, rows: int) -> mx.array:
-    """The last positions of every row, all caches' one after the other, as bytes [N]; not yet evaluated.
+    """The last positions of every row, all caches' one after the other, and behind them all states, as bytes [N]; not
+    yet evaluated.
 
     `held`: tokens that the caches hold of a lone row. Rows that hold fewer than `positions` bring what is before them.
+    Raises UnknownCache for a state that has another form than it had.
     """
     copied: list[mx.array] = []
+    states: list[mx.array] = []
     for part, own in zip(layout.parts, parts(caches), strict=True):
+        states += [flat(array) for array in _state(part, own, rows)]
         end = held
-        if rows > 1:
+        if rows > 1 and part.leaves:
             end = getattr(own, str(part.merged_end))
         copied += [flat(cut(at(own, leaf.path), leaf.axis, end - positions, end)) for leaf in part.leaves]
-    return mx.concatenate(copied)
+    return mx.concatenate(copied + states)
+
+
+def _state(part: PartLayout, own: Any, rows: int) -> list[mx.array]:
+    """The arrays of a state; none of another cache."""
+    if part.state is None:
+        return []
+    arrays = [at(own, path) for path in part.state.paths]
+    if [array.shape for array in arrays] != [tensor.shape for tensor in part.state_tensors(rows)]:
+        raise UnknownCache(f"{part.kind} has changed its form")
+    return arrays
 
 
 def on_host(copied: mx.array) -> bytes:

@@ -1,13 +1,17 @@
-"""Makes pieces of the newest positions that an engine before this one has logged.
+"""Makes pieces and states of what an engine before this one has logged.
 
 Owns nothing. Runs once, in the thread that opens the store, before any row asks for its caches. What a row's
-records have behind its last piece becomes one piece more, and the log goes.
+records have behind its last piece becomes pieces, with a state behind each where the model has any, and the log goes.
+The newest records may be of tokens that were never delivered, and what ends with them is found by nobody: each of those
+becomes a piece of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +20,14 @@ import numpy as np
 from server.errors import one_line
 from server.kv_store.files import tail_log
 from server.kv_store.files.keys import KeyChain
-from server.kv_store.files.record import VERSION, DamagedFile, Head
+from server.kv_store.files.record import VERSION, DamagedFile, Head, Kind, PartHead
 from server.kv_store.files.tail_log import RowBase, RowSpan, TailHead
 from server.kv_store.image import shaped
 from server.kv_store.layout import Layout
-from server.kv_store.store import Store
+from server.kv_store.store import Store, repeated_ids
 from server.kv_store.writer import QueuedFile
+
+UNDELIVERED = 4  # tokens that a step may be ahead of what clients have
 
 log = logging.getLogger("marathon.engine")
 
@@ -34,15 +40,23 @@ class _Link:
     head: TailHead
     data: list[memoryview]
 
-    def arrays(self, axes: list[int]) -> list[np.ndarray]:
+    def positions(self, axes: list[int]) -> list[np.ndarray]:
         """Its own positions of each array, whose positions are on `axes`."""
-        pairs = zip(self.head.tensors, self.data, axes, strict=True)
-        return [self._cut(shaped(data, tensor), axis) for tensor, data, axis in pairs]
+        whole = self._rows()[: len(axes)]
+        return [self._cut(array, axis) for array, axis in zip(whole, axes, strict=True)]
 
-    def _cut(self, whole: np.ndarray, axis: int) -> np.ndarray:
-        last = whole.shape[axis]
-        wanted = (slice(None),) * axis + (slice(last - len(self.span.ids), last),)
-        return whole[self.span.place : self.span.place + 1][wanted]
+    def states(self, axes: list[int]) -> list[np.ndarray]:
+        """The arrays of its states, which come behind those of positions."""
+        return self._rows()[len(axes) :]
+
+    def _rows(self) -> list[np.ndarray]:
+        place = self.span.place
+        pairs = zip(self.head.tensors, self.data, strict=True)
+        return [shaped(data, tensor)[place : place + 1] for tensor, data in pairs]
+
+    def _cut(self, row: np.ndarray, axis: int) -> np.ndarray:
+        last = row.shape[axis]
+        return row[(slice(None),) * axis + (slice(last - len(self.span.ids), last),)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +68,32 @@ class _Way:
     links: list[_Link]
 
     @property
-    def ids(self) -> list[int]:
-        return [token for link in self.links for token in link.span.ids]
+    def _border(self) -> int:
+        """The border of a block from which on its ids are known."""
+        return self.start - len(self.base.ids)
+
+    @property
+    def _ids(self) -> list[int]:
+        return [*self.base.ids, *(token for link in self.links for token in link.span.ids)]
 
     def key(self, length: int) -> bytes:
         """Name the first `length` of the row's ids, of those from its start on."""
-        chain = KeyChain(self.base.border, [*self.base.ids, *self.ids])
-        return chain.key(length - self.start + len(self.base.ids))
+        return KeyChain(self.base.border, self._ids).key(length - self._border)
+
+    def repeated(self, start: int, end: int) -> tuple[int, ...]:
+        """The ids that a file from `start` to `end` repeats."""
+        return repeated_ids(self._ids, start - self._border, end - self._border)
 
     @property
     def end(self) -> int:
         return self.links[-1].span.end
+
+    def stretches(self) -> Iterator[list[_Link]]:
+        """The links, one by one those that end with tokens which may not have been delivered, all before together."""
+        first = bisect_left([link.span.end for link in self.links], self.end - UNDELIVERED + 1)
+        if first:
+            yield self.links[:first]
+        yield from ([link] for link in self.links[first:])
 
 
 def recover(store: Store, layout: Layout, folder: Path) -> int:
@@ -105,28 +134,45 @@ def _add(ways: list[_Way], link: _Link) -> None:
 def _write_first(store: Store, layout: Layout, ways: list[_Way]) -> bool:
     """Write the newest of a row's ways that begins where a piece ends, or where the row does; whether it is new."""
     for way in ways:
-        if store.has_end(way.key(way.start), layout.everything):
-            return _write(store, layout, way)
+        if store.has_end(way.key(way.start), layout.growing):
+            files = _files(store, layout, way)
+            written = [_write(store, file) for file in files]
+            return any(written)
     return False
 
 
-def _write(store: Store, layout: Layout, way: _Way) -> bool:
-    """Write a row's links as one piece; whether it wasn't there."""
-    leaves = [leaf for part in layout.parts for leaf in part.leaves]
-    axes = [leaf.axis for leaf in leaves]
-    columns = zip(*(link.arrays(axes) for link in way.links), strict=True)
-    arrays = [np.concatenate(column, axis) for column, axis in zip(columns, axes, strict=True)]
-    head = Head(
+def _files(store: Store, layout: Layout, way: _Way) -> Iterator[QueuedFile]:
+    """What a row's links have, as files in their order."""
+    axes = [leaf.axis for part in layout.parts for leaf in part.leaves]
+    states = layout.states()
+    for links in way.stretches():
+        start, end = links[0].span.start, links[-1].span.end
+        columns = zip(*(link.positions(axes) for link in links), strict=True)
+        arrays = [np.concatenate(column, axis) for column, axis in zip(columns, axes, strict=True)]
+        yield _file(_head(store, way, "piece", start, end, layout.piece(end - start)), way, arrays)
+        if states:
+            yield _file(_head(store, way, "state", end, end, states), way, links[-1].states(axes))
+
+
+def _head(store: Store, way: _Way, kind: Kind, start: int, end: int, parts: tuple[PartHead, ...]) -> Head:
+    return Head(
         version=VERSION,
         root=store.root,
-        kind="piece",
-        start=way.start,
-        end=way.end,
-        key=way.key(way.end),
-        ids=tuple(way.ids),
-        parts=layout.piece(way.end - way.start),
+        kind=kind,
+        start=start,
+        end=end,
+        key=way.key(end),
+        ids=way.repeated(start, end),
+        parts=parts,
     )
-    file = QueuedFile(head, way.key(way.start), tuple(array.tobytes() for array in arrays))
+
+
+def _file(head: Head, way: _Way, arrays: list[np.ndarray]) -> QueuedFile:
+    return QueuedFile(head, way.key(head.start), tuple(array.tobytes() for array in arrays))
+
+
+def _write(store: Store, file: QueuedFile) -> bool:
+    """Write a file; whether it wasn't there."""
     entry = store.expect(file.name, file.size)
     if entry is None:
         return False

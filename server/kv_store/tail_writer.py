@@ -31,10 +31,11 @@ log = logging.getLogger("marathon.engine")
 
 @dataclass(frozen=True, slots=True)
 class TailRecord:
-    """The newest positions of some rows of a batch, as copied."""
+    """The newest positions of some rows of a batch and the states behind them, as copied."""
 
     rows: tuple[RowSpan, ...]
     parts: tuple[PartHead, ...]
+    states: tuple[PartHead, ...]
     data: tuple[bytes, ...]
 
     @property
@@ -129,7 +130,7 @@ class TailWriter:
             self._written += record.size
 
     def _write(self, path: Path, record: TailRecord) -> None:
-        described = tail_log.head(self._store.root, record.rows, record.parts)
+        described = tail_log.head(self._store.root, record.rows, record.parts, record.states)
         try:
             self._store.append(path, tail_log.packed(described, record.data))
         except OSError as error:

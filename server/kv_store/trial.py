@@ -2,12 +2,14 @@
 
 Owns nothing after `learn` returns. Runs in the engine's main thread before the loop. A cache *grows* if each of its
 arrays has an axis that gets longer with the tokens, keeps what it holds of earlier positions, and every number around
-them is the same at all lengths or is the length. All other caches are of constant size.
+them is the same at all lengths or is the length. All other caches are of constant size; of these one is a *state* whose
+arrays keep their forms while nothing around them changes, as a recurrent layer's does.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +19,7 @@ from server.cache_guard import Caches, cache_arrays, parts
 from server.compute.merged_caches import merged
 from server.compute.rows import Model
 from server.ipc.probe import GROWTH
-from server.kv_store.layout import Layout, LeafLayout, PartLayout
+from server.kv_store.layout import Layout, LeafLayout, PartLayout, StateLayout, Tree
 from server.kv_store.trees import Leaves, at, dismantle, with_lengths
 
 _SHORT, _LONG = 5, GROWTH + 1  # tokens read before a step; the longer ones make arrays grow that have room to spare
@@ -56,8 +58,17 @@ def _part(short: Any, long: Any) -> PartLayout:
     kind = type(short).__name__
     constant = tuple((_name(array), array.shape) for array in leaves.arrays)
     if tree is None or grown is None:
-        return PartLayout(kind, constant=constant)
+        return PartLayout(kind, constant=constant, state=_state((tree_short, leaves), (tree_long, later)))
     return PartLayout(kind, tree, grown, constant, turns)
+
+
+def _state(short: tuple[Tree, Leaves], long: tuple[Tree, Leaves]) -> StateLayout | None:
+    """What a cache of constant size is around its arrays; None if that changes with the tokens, or their forms do."""
+    (tree, leaves), (later_tree, later) = short, long
+    forms = [[(array.dtype, array.shape) for array in one.arrays] for one in (leaves, later)]
+    if tree != later_tree or forms[0] != forms[1] or any(array.shape[:1] != (1,) for array in leaves.arrays):
+        return None
+    return StateLayout(tree, tuple(leaves.paths))
 
 
 def _leaves(short: Leaves, long: Leaves, *, turns: bool) -> tuple[LeafLayout, ...] | None:
@@ -104,19 +115,29 @@ def _are_equal(before: list[mx.array], after: list[mx.array]) -> bool:
 
 # ---------------------------------------------------------------- merged
 def _with_ends(model: Model, learned: list[PartLayout]) -> list[PartLayout]:
-    """Find out where in a merged cache a row's positions lie, so that a few of them can be copied without the others.
-    Where that doesn't show the row is extracted."""
+    """Find out where in a merged cache a row's positions and its state lie, so that they can be copied without the
+    others. Where that doesn't show the row is extracted."""
     try:
         layers, lengths = _merged_pair(model)
-        found = [_merged_end(part, own, lengths) for part, own in zip(learned, parts(layers), strict=True)]
+        return [_found(part, own, lengths) for part, own in zip(learned, parts(layers), strict=True)]
     except Exception as error:  # a model's own code, which may do anything
-        log.debug("rows' positions can't be found in merged caches: %s", error)
+        log.debug("rows can't be found in merged caches: %s", error)
         return learned
-    return [_ended(part, end) for part, end in zip(learned, found, strict=True)]
 
 
-def _ended(part: PartLayout, end: str | None) -> PartLayout:
-    return PartLayout(part.kind, part.tree, part.leaves, part.constant, part.turns, end)
+def _found(part: PartLayout, own: Any, lengths: list[int]) -> PartLayout:
+    if part.state is not None:
+        is_by_row = all(_is_state(part.state, own, row) for row in range(len(lengths)))
+        return replace(part, state=replace(part.state, is_by_row=is_by_row))
+    return replace(part, merged_end=_merged_end(part, own, lengths))
+
+
+def _is_state(state: StateLayout, own: Any, row: int) -> bool:
+    """Whether a row's state is at its place in the arrays of the merged cache."""
+    tree, leaves = dismantle(own.extract(row))
+    if tree != state.tree or tuple(leaves.paths) != state.paths:
+        return False
+    return _are_equal(leaves.arrays, [at(own, path)[row : row + 1] for path in state.paths])
 
 
 def _merged_pair(model: Model) -> tuple[Caches, list[int]]:

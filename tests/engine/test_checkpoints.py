@@ -86,24 +86,27 @@ def test_a_row_goes_on_in_the_next_engine_almost_where_it_was(family, prefix_cac
         assert text == alone(family, tuple(one.sequence.prompt), one.sequence.max_tokens)
 
 
-def test_a_death_costs_a_few_tokens_of_each_row_also_of_short_ones(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("undelivered", [0, 1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "mamba2"])
+def test_a_death_costs_a_few_tokens_of_each_row_also_of_short_ones(family, undelivered, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(tail, "SHARE", 1.0)  # a test's steps take no time that a share of would do
     rows = [row(1, prompt(7), max_tokens=90), row(2, prompt(120), max_tokens=90), row(3, prompt(LEAST), max_tokens=90)]
-    with engine(tiny, tmp_path) as first:
+    with engine(tiny, tmp_path, family) as first:
         for one in rows:
             first.submit(one)
         while len(first.tokens[3]) < 60:
             first.turn()
         flush(first)
-    with engine(tiny, tmp_path) as later:
+    delivered = {one.seq: first.tokens[one.seq][: len(first.tokens[one.seq]) - undelivered] for one in rows}
+    with engine(tiny, tmp_path, family) as later:
         for one in rows:
-            later.submit(one, first.tokens[one.seq])
+            later.submit(one, delivered[one.seq])
         finish(later)
     for one in rows:
-        length = len(one.sequence.prompt) + len(first.tokens[one.seq])
+        length = len(one.sequence.prompt) + len(delivered[one.seq])
         assert length - later.started[one.seq].reused <= 4
-        alone = Rig("llama").alone(row(0, one.sequence.prompt, max_tokens=90))[0]
-        assert first.tokens[one.seq] + later.tokens[one.seq] == alone
+        alone = Rig(family).alone(row(0, one.sequence.prompt, max_tokens=90))[0]
+        assert delivered[one.seq] + later.tokens[one.seq] == alone
 
 
 def test_a_row_that_the_log_follows_is_saved_in_larger_pieces(tiny, tmp_path, monkeypatch):
@@ -200,13 +203,13 @@ def test_an_engine_that_is_asked_to_leave_saves_its_rows_first(family, tiny, tmp
 
 
 def test_a_row_whose_engine_dies_right_after_a_checkpoint_has_the_one_before(tiny, tmp_path):
-    with engine(tiny, tmp_path, "qwen3_5") as first:
+    with engine(tiny, tmp_path, "gemma3_text") as first:
         first.submit(row(1, prompt(LEAST), max_tokens=400))
         while len(first.tokens[1]) < 3 * INTERVAL:
             first.turn()
         flush(first)
     newest = LEAST + len(first.tokens[1]) - ends(tmp_path)
-    with engine(tiny, tmp_path, "qwen3_5") as later:
+    with engine(tiny, tmp_path, "gemma3_text") as later:
         later.submit(row(1, prompt(LEAST), max_tokens=400), first.tokens[1][: len(first.tokens[1]) - newest])
         while 1 not in later.started:
             later.turn()

@@ -77,7 +77,9 @@ def next_logits(model, caches):
 
 
 # ---------------------------------------------------------------- there and back
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gpt_neox", "deepseek_v3", "qwen3_5", "nemotron_h", "mamba2", "rwkv7"]
+)
 @pytest.mark.parametrize("every", [1, 5])
 def test_all_rows_of_a_batch_come_back_bit_for_bit_from_the_log(family, every, tmp_path):
     rig = Rig(family)
@@ -154,8 +156,8 @@ def test_two_rows_of_one_prompt_both_come_back(tmp_path):
             assert disk.read([*tokens, 1])[1] >= len(tokens) - 2
 
 
-def test_only_rows_that_can_go_on_from_positions_alone_are_logged(tmp_path):
-    for family, expected in {"llama": True, "qwen3_5": False, "gemma3_text": False, "mamba2": False}.items():
+def test_only_rows_that_can_go_on_from_positions_and_states_are_logged(tmp_path):
+    for family, expected in {"llama": True, "qwen3_5": True, "gemma3_text": False, "mamba2": True}.items():
         with kept(Rig(family).raw, tmp_path / family) as disk:
             assert has_newest(disk.layout, 1) is has_newest(disk.layout, 4) is expected, family
 

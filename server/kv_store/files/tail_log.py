@@ -1,4 +1,5 @@
-"""The log of newest positions: what rows have read since their last pieces, appended as it is decoded.
+"""The log of newest positions: what rows have read since their last pieces, appended as it is decoded, and the states
+of recurrent layers behind it.
 
 Owns the form of its records and the names of its files, its segments. Runs in the thread that appends and, at the next
 start, in the one that turns what is left into pieces. A record has the same positions of all rows of a batch, counted
@@ -52,22 +53,28 @@ class RowSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TailHead(msgspec.Struct, frozen=True):
-    """What a record stands for. Its arrays have all rows of the batch on their first axis."""
+    """What a record stands for. Its arrays have all rows of the batch on their first axis.
+
+    Attributes:
+        parts: the caches of which it has positions.
+        states: those of which it has all, as it is behind the last of the positions.
+    """
 
     version: int
     root: bytes
     rows: tuple[RowSpan, ...]
     parts: tuple[PartHead, ...]
+    states: tuple[PartHead, ...] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
         """The form of each array in the record, in order."""
-        return [tensor for part in self.parts for tensor in part.tensors]
+        return [tensor for part in (*self.parts, *self.states) for tensor in part.tensors]
 
 
-def head(root: bytes, rows: Sequence[RowSpan], parts: Sequence[PartHead]) -> TailHead:
+def head(root: bytes, rows: Sequence[RowSpan], parts: Sequence[PartHead], states: Sequence[PartHead] = ()) -> TailHead:
     """Describe a record of this version."""
-    return TailHead(VERSION, root, tuple(rows), tuple(parts))
+    return TailHead(VERSION, root, tuple(rows), tuple(parts), tuple(states))
 
 
 def segment(folder: Path, number: int) -> Path:
