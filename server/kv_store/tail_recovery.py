@@ -2,7 +2,7 @@
 
 Owns nothing. Runs once, in the thread that opens the store, before any row asks for its caches. What a row's
 records have behind its last piece becomes pieces, with a state behind each where the model has any, and the log goes.
-The newest records may be of tokens that were never delivered, and what ends with them is found by nobody: each of those
+The newest records may be of tokens that were never delivered, and no row finds what ends with those: each of them
 becomes a piece of its own.
 """
 
