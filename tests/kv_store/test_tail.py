@@ -17,13 +17,15 @@ from little_room import files_end_at
 from server.cache_guard import cache_arrays
 from server.engine import tail
 from server.engine.tail import LONGEST, MOST, Tail
+from server.kv_store import layout
 from server.kv_store.allowance import Allowance
 from server.kv_store.files import tail_log
 from server.kv_store.files.keys import BLOCK, KeyChain
-from server.kv_store.newest import has_newest
+from server.kv_store.newest import has_newest, newest
 from server.kv_store.store import Disk
 from server.kv_store.tail_recovery import recover
 from server.kv_store.tail_writer import TailWriter
+from server.kv_store.trees import UnknownCache
 
 
 class Logging:
@@ -358,3 +360,36 @@ def test_a_row_that_is_too_far_behind_waits_for_a_piece(size, tmp_path, monkeypa
         live.tail.saved(1, live.batch.held(one), live.tier)
         live.step(5)
         assert 0 < live.tail.positions(1, live.tier) <= 2
+
+
+def test_states_that_are_large_beside_the_positions_come_after_so_many_of_those(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "POSITION_BYTES", 1)
+    with logging(Rig("qwen3_5"), tmp_path, row(1, prompt(20), max_tokens=300)) as live:
+        known = live.tier.layout
+        monkeypatch.setattr(layout, "STATE_SHARE", known.state_bytes // (10 * known.position_bytes))
+        live.step(3)
+        steps = 0
+        while not (positions := live.tail.positions(1, live.tier)):
+            live.batch.step()
+            steps += 1
+        assert positions == 10
+        assert 8 <= steps <= 10
+
+
+@pytest.mark.parametrize(("name", "value"), [("STATE_SHARE", 1e-3), ("RECORD_BYTES", 1000)])
+def test_states_that_a_record_has_no_room_for_are_left_to_checkpoints(name, value, tmp_path, monkeypatch):
+    monkeypatch.setattr({"STATE_SHARE": layout, "RECORD_BYTES": tail}[name], name, value)
+    one = row(1, prompt(20), max_tokens=300)
+    with logging(Rig("qwen3_5"), tmp_path, one) as live:
+        for _ in range(MOST + 5):
+            live.step()
+            assert live.tail.positions(1, live.tier) == 0
+        assert not live.tail.covers(1, live.batch.held(one)), "so that none of its checkpoints are put off"
+
+
+def test_a_state_that_has_changed_its_form_is_not_logged(tmp_path):
+    with logging(Rig("qwen3_5"), tmp_path, row(1, prompt(20), max_tokens=300)) as live:
+        state = live.batch.caches[0]
+        state[0] = mx.concatenate([state[0], state[0]], 1)
+        with pytest.raises(UnknownCache, match="form"):
+            newest(live.tier.layout, live.batch.caches, 1, 20, 1)
