@@ -135,7 +135,7 @@ class Tail:
     def _most(layout: Layout, rows: int) -> int:
         """Positions that one record may have of each of so many rows; none if their states alone take too much."""
         room = RECORD_BYTES - layout.state_bytes * rows
-        if layout.state_bytes and room < 0:
+        if room < 0:
             return 0
         return max(MOST, min(LONGEST, room // (max(1, layout.position_bytes) * rows)))
 
@@ -194,8 +194,8 @@ class Tail:
         spans = tuple(self._span(seq, *found) for seq, found in copied.spans.items() if seq in self._rows)
         if spans:
             rows = len(copied.seqs)
-            parts, states = tier.layout.piece(copied.positions, rows), tier.layout.states(rows)
-            tier.tail.append(TailRecord(spans, parts, states, (on_host(copied.data),)))
+            parts = tier.layout.piece(copied.positions, rows) + tier.layout.states(rows)
+            tier.tail.append(TailRecord(spans, parts, (on_host(copied.data),)))
 
     def _span(self, seq: int, place: int, start: int, end: int) -> RowSpan:
         logged = self._rows[seq]
@@ -241,7 +241,7 @@ class Tail:
         (piece,) = copy.pieces([(start, source.held)])
         state = copy.state()
         span = self._span(seq, 0, start, source.held)
-        tier.tail.append(TailRecord((span,), piece.parts, state.parts, piece.data + state.data))
+        tier.tail.append(TailRecord((span,), piece.parts + state.parts, piece.data + state.data))
 
 
 def _least(layout: Layout) -> int:

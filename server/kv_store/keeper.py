@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from server.kv_store.copies import CacheSource, FileContent, RowCopy
 from server.kv_store.files.folder import Name
 from server.kv_store.files.keys import BLOCK, KeyChain
-from server.kv_store.files.record import VERSION, Head, Kind
+from server.kv_store.files.record import Kind
 from server.kv_store.layout import Layout
-from server.kv_store.store import Store, repeated_ids
+from server.kv_store.store import Store
 from server.kv_store.writer import KVWriter, QueuedFile
 
 Span = tuple[int, int]
@@ -139,14 +139,4 @@ class Keeper:
     def _record(
         self, kind: Kind, first: int, last: int, copied: FileContent, chain: KeyChain, replaces: Name | None = None
     ) -> QueuedFile:
-        head = Head(
-            version=VERSION,
-            root=self._store.root,
-            kind=kind,
-            start=first,
-            end=last,
-            key=chain.key(last),
-            ids=repeated_ids(chain.tokens, first, last),
-            parts=copied.parts,
-        )
-        return QueuedFile(head, chain.key(first), copied.data, replaces)
+        return QueuedFile.of(self._store.root, chain, (kind, first, last), copied, replaces)

@@ -11,6 +11,7 @@ number that is the count of positions, ["list" | "tuple" | "deque", items], ["di
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -104,9 +105,9 @@ class PartLayout:
         return tuple(Tensor(dtype, (rows, *shape[1:])) for dtype, shape in self.constant)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
-    """All caches of a model, those inside a list of caches one by one."""
+    """All caches of a model, those inside a list of caches one by one. What each step asks for is summed up once."""
 
     parts: tuple[PartLayout, ...]
 
@@ -120,12 +121,12 @@ class Layout:
         """A bit for each cache that grows."""
         return sum(1 << place for place, part in enumerate(self.parts) if part.grows)
 
-    @property
+    @cached_property
     def position_bytes(self) -> int:
         """Bytes that a position takes in the caches that grow."""
         return sum(part.position_bytes for part in self.parts)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes of a row's states, of caches whose arrays alone say all."""
         return sum(tensor.nbytes for part in self.parts for tensor in part.state_tensors())

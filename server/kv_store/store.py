@@ -22,7 +22,7 @@ from server.kv_store.counts import Counts
 from server.kv_store.files import folder, record
 from server.kv_store.files.folder import FILE_MODE, Name
 from server.kv_store.files.index import Entry, Index, Route
-from server.kv_store.files.keys import BLOCK, KeyChain
+from server.kv_store.files.keys import KeyChain
 from server.kv_store.files.record import Buffer, DamagedFile, Head
 
 ROOM = 0.9  # share of the limit that is left in use once files had to go
@@ -259,10 +259,3 @@ def _length(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
-
-
-def repeated_ids(tokens: list[int], start: int, end: int) -> tuple[int, ...]:
-    """The ids that a file repeats: a piece's own, and of a state those since the last border of a block."""
-    if start == end:
-        start = (max(end, 1) - 1) // BLOCK * BLOCK
-    return tuple(tokens[start:end])

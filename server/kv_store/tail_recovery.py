@@ -18,13 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from server.errors import one_line
+from server.kv_store.copies import FileContent
 from server.kv_store.files import tail_log
 from server.kv_store.files.keys import KeyChain
-from server.kv_store.files.record import VERSION, DamagedFile, Head, Kind, PartHead
+from server.kv_store.files.record import DamagedFile, PartHead
 from server.kv_store.files.tail_log import RowBase, RowSpan, TailHead
 from server.kv_store.image import shaped
 from server.kv_store.layout import Layout
-from server.kv_store.store import Store, repeated_ids
+from server.kv_store.store import Store
 from server.kv_store.writer import QueuedFile
 
 UNDELIVERED = 4  # tokens that a step may be ahead of what clients have
@@ -68,21 +69,10 @@ class _Way:
     links: list[_Link]
 
     @property
-    def _border(self) -> int:
-        """The border of a block from which on its ids are known."""
-        return self.start - len(self.base.ids)
-
-    @property
-    def _ids(self) -> list[int]:
-        return [*self.base.ids, *(token for link in self.links for token in link.span.ids)]
-
-    def key(self, length: int) -> bytes:
-        """Name the first `length` of the row's ids, of those from its start on."""
-        return KeyChain(self.base.border, self._ids).key(length - self._border)
-
-    def repeated(self, start: int, end: int) -> tuple[int, ...]:
-        """The ids that a file from `start` to `end` repeats."""
-        return repeated_ids(self._ids, start - self._border, end - self._border)
+    def chain(self) -> KeyChain:
+        """The names of all prefixes of the row from its start on."""
+        ids = [token for link in self.links for token in link.span.ids]
+        return KeyChain(self.base.border, [*self.base.ids, *ids], self.start - len(self.base.ids))
 
     @property
     def end(self) -> int:
@@ -134,7 +124,7 @@ def _add(ways: list[_Way], link: _Link) -> None:
 def _write_first(store: Store, layout: Layout, ways: list[_Way]) -> bool:
     """Write the newest of a row's ways that begins where a piece ends, or where the row does; whether it is new."""
     for way in ways:
-        if store.has_end(way.key(way.start), layout.growing):
+        if store.has_end(way.chain.key(way.start), layout.growing):
             files = _files(store, layout, way)
             written = [_write(store, file) for file in files]
             return any(written)
@@ -145,30 +135,19 @@ def _files(store: Store, layout: Layout, way: _Way) -> Iterator[QueuedFile]:
     """What a row's links have, as files in their order."""
     axes = [leaf.axis for part in layout.parts for leaf in part.leaves]
     states = layout.states()
+    chain = way.chain
     for links in way.stretches():
         start, end = links[0].span.start, links[-1].span.end
         columns = zip(*(link.positions(axes) for link in links), strict=True)
         arrays = [np.concatenate(column, axis) for column, axis in zip(columns, axes, strict=True)]
-        yield _file(_head(store, way, "piece", start, end, layout.piece(end - start)), way, arrays)
+        yield QueuedFile.of(store.root, chain, ("piece", start, end), _content(layout.piece(end - start), arrays))
         if states:
-            yield _file(_head(store, way, "state", end, end, states), way, links[-1].states(axes))
+            content = _content(states, links[-1].states(axes))
+            yield QueuedFile.of(store.root, chain, ("state", end, end), content)
 
 
-def _head(store: Store, way: _Way, kind: Kind, start: int, end: int, parts: tuple[PartHead, ...]) -> Head:
-    return Head(
-        version=VERSION,
-        root=store.root,
-        kind=kind,
-        start=start,
-        end=end,
-        key=way.key(end),
-        ids=way.repeated(start, end),
-        parts=parts,
-    )
-
-
-def _file(head: Head, way: _Way, arrays: list[np.ndarray]) -> QueuedFile:
-    return QueuedFile(head, way.key(head.start), tuple(array.tobytes() for array in arrays))
+def _content(parts: tuple[PartHead, ...], arrays: list[np.ndarray]) -> FileContent:
+    return FileContent(parts, tuple(array.tobytes() for array in arrays))
 
 
 def _write(store: Store, file: QueuedFile) -> bool:

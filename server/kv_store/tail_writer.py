@@ -35,7 +35,6 @@ class TailRecord:
 
     rows: tuple[RowSpan, ...]
     parts: tuple[PartHead, ...]
-    states: tuple[PartHead, ...]
     data: tuple[bytes, ...]
 
     @property
@@ -130,7 +129,7 @@ class TailWriter:
             self._written += record.size
 
     def _write(self, path: Path, record: TailRecord) -> None:
-        described = tail_log.head(self._store.root, record.rows, record.parts, record.states)
+        described = tail_log.head(self._store.root, record.rows, record.parts)
         try:
             self._store.append(path, tail_log.packed(described, record.data))
         except OSError as error:

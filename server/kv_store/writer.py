@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from server.kv_store.allowance import Allowance
+from server.kv_store.copies import FileContent
 from server.kv_store.files.folder import Name
 from server.kv_store.files.index import Entry
-from server.kv_store.files.record import Buffer, Head
+from server.kv_store.files.keys import KeyChain
+from server.kv_store.files.record import VERSION, Buffer, Head, Kind
 from server.kv_store.store import Store
 
 QUEUE_BYTES = 64 << 20  # at a slow disk's 50 MB/s a little over a second: what a death may cost on top
@@ -33,6 +35,29 @@ class QueuedFile:
     origin: bytes  # the key at its start
     data: tuple[Buffer, ...]
     replaces: Name | None = None
+
+    @classmethod
+    def of(
+        cls,
+        root: bytes,
+        chain: KeyChain,
+        place: tuple[Kind, int, int],
+        content: FileContent,
+        replaces: Name | None = None,
+    ) -> QueuedFile:
+        """A file of the row with this chain; `place`: its kind, start and end."""
+        kind, start, end = place
+        head = Head(
+            version=VERSION,
+            root=root,
+            kind=kind,
+            start=start,
+            end=end,
+            key=chain.key(end),
+            ids=chain.repeated(start, end),
+            parts=content.parts,
+        )
+        return cls(head, chain.key(start), content.data, replaces)
 
     @property
     def name(self) -> Name:

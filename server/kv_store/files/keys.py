@@ -31,13 +31,16 @@ def packed_ids(ids: Iterable[int]) -> bytes:
 class KeyChain:
     """The names of all prefixes of one list of ids, which may grow at its end while it is used."""
 
-    def __init__(self, root: bytes, tokens: list[int]) -> None:
-        """`tokens` is read when a name is asked for; ids that were named once must not change."""
+    def __init__(self, root: bytes, tokens: list[int], first: int = 0) -> None:
+        """`tokens` is read when a name is asked for; ids that were named once must not change. `first`: ids before
+        them, whole blocks, of which only the name is known, `root`."""
         self.tokens = tokens
+        self._first = first
         self._borders = [root]
 
     def key(self, length: int) -> bytes:
         """Name the first `length` ids."""
+        length -= self._first
         whole, rest = divmod(length, BLOCK)
         while len(self._borders) <= whole:
             first = BLOCK * (len(self._borders) - 1)
@@ -49,4 +52,13 @@ class KeyChain:
     def border(self, length: int) -> tuple[bytes, list[int]]:
         """The name at the last border of a block among the first `length` ids, and the ids since then."""
         first = length // BLOCK * BLOCK
-        return self.key(first), self.tokens[first:length]
+        return self.key(first), self._between(first, length)
+
+    def repeated(self, start: int, end: int) -> tuple[int, ...]:
+        """The ids that a file repeats: a piece's own, and of a state those since the last border of a block."""
+        if start == end:
+            start = (max(end, 1) - 1) // BLOCK * BLOCK
+        return tuple(self._between(start, end))
+
+    def _between(self, start: int, end: int) -> list[int]:
+        return self.tokens[start - self._first : end - self._first]

@@ -56,25 +56,23 @@ class TailHead(msgspec.Struct, frozen=True):
     """What a record stands for. Its arrays have all rows of the batch on their first axis.
 
     Attributes:
-        parts: the caches of which it has positions.
-        states: those of which it has all, as it is behind the last of the positions.
+        parts: the caches of which it has positions, and then those of which it has all that there is behind these.
     """
 
     version: int
     root: bytes
     rows: tuple[RowSpan, ...]
     parts: tuple[PartHead, ...]
-    states: tuple[PartHead, ...] = ()
 
     @property
     def tensors(self) -> list[Tensor]:
         """The form of each array in the record, in order."""
-        return [tensor for part in (*self.parts, *self.states) for tensor in part.tensors]
+        return [tensor for part in self.parts for tensor in part.tensors]
 
 
-def head(root: bytes, rows: Sequence[RowSpan], parts: Sequence[PartHead], states: Sequence[PartHead] = ()) -> TailHead:
+def head(root: bytes, rows: Sequence[RowSpan], parts: Sequence[PartHead]) -> TailHead:
     """Describe a record of this version."""
-    return TailHead(VERSION, root, tuple(rows), tuple(parts), tuple(states))
+    return TailHead(VERSION, root, tuple(rows), tuple(parts))
 
 
 def segment(folder: Path, number: int) -> Path:
