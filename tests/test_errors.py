@@ -218,7 +218,9 @@ async def test_a_mistake_of_ours_is_500_without_a_path_or_traceback(monkeypatch:
 
 
 async def test_before_the_first_engine_is_up_requests_wait_and_ready_says_so() -> None:
-    async with run_server(engine(load_seconds=0.5), ready=False) as site:
+    fake = engine()
+    fake.loads.clear()
+    async with run_server(fake, ready=False) as site:
         early = await site.client.get("/ready")
         assert (early.status_code, early.json()["error"]["code"]) == (503, "not_ready")
         assert int(early.headers["retry-after"]) >= 1
@@ -226,7 +228,10 @@ async def test_before_the_first_engine_is_up_requests_wait_and_ready_says_so() -
         health = (await site.client.get("/health")).json()
         assert (health["status"], health["engine"]["up"], health["batching"]) == ("not ready", False, None)
         assert (await site.client.get("/live")).status_code == 200
-        assert (await site.chat()).status_code == 200
+        waits = asyncio.create_task(site.chat())
+        await site.until(lambda: site.served.supervisor.waiting == 1)
+        fake.loads.set()
+        assert (await waits).status_code == 200
 
 
 async def test_a_deadline_that_passes_is_408_for_a_plain_answer_and_an_event_in_a_stream() -> None:

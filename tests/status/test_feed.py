@@ -161,12 +161,14 @@ async def test_a_prompt_that_is_read_says_how_fast_and_when_it_ends() -> None:
 
 
 async def test_a_load_says_how_far_the_weights_are() -> None:
-    fake = engine(load_seconds=2.0, weights=WeightsRead(3, 12), progress_seconds=0.05)
+    fake = engine(weights=WeightsRead(3, 12), progress_seconds=0.05)
+    fake.loads.clear()
     async with run_server(fake, ready=False) as site:
         async with asyncio.timeout(5):
             while (found := (await report(site))["status"]["engine"])["weights_total"] is None:
                 await asyncio.sleep(0.02)
         assert (found["weights_read"], found["weights_total"]) == (3, 12)
+        fake.loads.set()
         await site.until(lambda: site.served.supervisor.is_ready)
         assert (await report(site))["status"]["engine"]["weights_total"] is None
 

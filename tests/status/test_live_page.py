@@ -122,13 +122,15 @@ async def test_a_stranger_reads_each_state_in_words(page: Page) -> None:
     """Loading, a leak, an engine that is gone while an answer waits, one that keeps dying, none at all."""
     counted = {"live_source": "native", "buffer_limit": 30_000}
     read = WeightsRead(3_200_000_000, 14_900_000_000)
-    fake = engine(say=says(STORY), step_seconds=0.01, load_seconds=3.0, ready=counted, weights=read)
+    fake = engine(say=says(STORY), step_seconds=0.01, ready=counted, weights=read)
+    fake.loads.clear()
     leak = {"live_settled": 9_000, "buffers_per_token": 3.0, "seconds_to_exhaustion": {"buffers": 900.0}}
     async with run_server(fake, ready=False) as site:
         await page.open(site.url)
         await reads(page, "Loading", "3.2 of 14.9 GB, 21%")
         assert 0.2 < await page.value("document.getElementById('loading').value") < 0.22
         await shoot(page, "loading")
+        fake.loads.set()
         fake.snapshot |= {"live_settled": 900, "buffers_per_token": 0.0}
         await reads(page, "Healthy", "Live buffers are flat: 900 of 30,000")
         assert await page.value("document.getElementById('loading').hidden")
@@ -136,14 +138,14 @@ async def test_a_stranger_reads_each_state_in_words(page: Page) -> None:
         await reads(page, "A leak", "they rise by 3 a token and reach the limit in 15 minutes")
         await shoot(page, "leak")
         fake.snapshot.clear()
-        fake.load_seconds = 3.0
+        fake.loads.clear()
         await ask(page, "Where is Paris?")
         await page.until(f"({TEXT}).includes('capital of France')")
         fake.die()
         await reads(page, "Recovering", "1 answer waits and will go on where it was")
         await page.until("[...document.querySelectorAll('#rows td')].some(cell => cell.textContent === 'resuming')")
         await shoot(page, "recovering")
-        fake.load_seconds = 0.0
+        fake.loads.set()
         for number in (1, 2):
             await page.until(f"document.querySelectorAll('#events [data-kind=ready]').length > {number}")
             fake.die()

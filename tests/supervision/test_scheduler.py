@@ -69,11 +69,12 @@ async def test_a_disconnect_during_a_resume_ends_it(fake, counts):
     async with supervise(fake, counts) as supervisor:
         async with supervisor.open([endless()], endpoint="chat") as live:
             await first_tokens(live)
-            fake.load_seconds = 0.1
+            fake.loads.clear()
             fake.die()
             await until(lambda: not supervisor.is_ready)
             assert supervisor.waiting == 1
         assert supervisor.waiting == 0
+        fake.loads.set()
         await until(lambda: supervisor.is_ready)
         assert len(fake.submits) == 1
 

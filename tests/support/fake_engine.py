@@ -21,6 +21,7 @@ What it can be asked for (from the event loop's thread; all but `starts` and `po
                                                         die | stall | garbage | fail (this row only)
     fake.die()  fake.burst(3, then="die")  fake.tear()  fake.garbage()  fake.stall()  fake.close()
     fake.freeze()  fake.thaw()      SIGSTOP and SIGCONT: nothing of it moves, its heartbeat neither
+    fake.loads.clear()  fake.loads.set()  engines stay at loading in between; they report, read commands and can die
     fake.preempt(seq=None)  fake.rotate()  fake.fail_row(seq, kind)  fake.pressure = "hold"
     fake.spare_starts = ["die", "hang", "garbage", "no_spawn", "ok"]   the same for spare engines
 What it shows: fake.rows, fake.submits, fake.cancels, fake.commands (newest life first to last), fake.lives, fake.alive.
@@ -78,6 +79,7 @@ class FakeEngine:
 
     step_seconds: float = 0.0005
     load_seconds: float = 0.0
+    loads: asyncio.Event = field(default_factory=lambda: raised())  # cleared: it stays at loading until it is set
     weights: messages.WeightsRead | None = None  # how far it has read them while it loads
     prefill_seconds: float = 0.0
     prefill_chunks: int = 1  # in which a prompt is read
@@ -197,6 +199,12 @@ class FakeEngine:
         self.life.emit(messages.RowFailure(self.life.epoch, seq, kind, message))
 
 
+def raised() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 def finish_of(sequence: TokenSequence, generated: list[int]) -> Finish | None:
     if generated[-1] in sequence.stop_ids and len(generated) > sequence.min_tokens:
         return "stop"
@@ -221,8 +229,7 @@ class Life:
         self.steps = 0
         self.tokens = 0
         self.stalled = False
-        self.moves = asyncio.Event()  # cleared while it is stopped
-        self.moves.set()
+        self.moves = raised()  # cleared while it is stopped
         self._code: int | None = None
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -313,6 +320,7 @@ class Life:
         self.emit(messages.Progress(self.epoch, 1, messages.LOADING))
         self._tasks.append(asyncio.ensure_future(self._report()))
         await asyncio.sleep(self.fake.load_seconds)
+        await self.fake.loads.wait()
         await self.moves.wait()
         match self.start:
             case "die":

@@ -45,10 +45,11 @@ async def test_a_server_without_an_engine_yet_has_them_wait_and_lets_them_be_can
     async with keeping(tmp_path, slow()) as site:
         ids = [(await create(site, "x", stream=True) if n < 0 else await create(site))["id"] for n in range(2)]
     fake = slow(seconds=0.001)
-    fake.load_seconds = 0.5
+    fake.loads.clear()
     async with keeping(tmp_path, fake, ready=False) as site:
         made = (await site.client.post(f"{PATH}/{ids[0]}/cancel")).json()
         assert made["status"] == "cancelled"
+        fake.loads.set()
         assert (await ended(site, ids[1]))["status"] == "completed"
         assert (await get(site, ids[0]))["status"] == "cancelled"
         assert len(fake.submits) == 1
