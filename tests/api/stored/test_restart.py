@@ -47,9 +47,13 @@ async def test_a_server_without_an_engine_yet_has_them_wait_and_lets_them_be_can
     fake = slow(seconds=0.001)
     fake.loads.clear()
     async with keeping(tmp_path, fake, ready=False) as site:
-        made = (await site.client.post(f"{PATH}/{ids[0]}/cancel")).json()
-        assert made["status"] == "cancelled"
+        cancelling = asyncio.create_task(site.client.post(f"{PATH}/{ids[0]}/cancel"))
+        async with asyncio.timeout(10):
+            while (found := await site.served.journal.get(ids[0], "")) is None or found.status != "cancelled":
+                await asyncio.sleep(0.01)
+        assert not fake.submits
         fake.loads.set()
+        assert (await cancelling).json()["status"] == "cancelled"
         assert (await ended(site, ids[1]))["status"] == "completed"
         assert (await get(site, ids[0]))["status"] == "cancelled"
         assert len(fake.submits) == 1
