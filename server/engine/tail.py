@@ -28,9 +28,8 @@ from server.kv_store.tail_writer import TailRecord
 MOST = 64  # positions that one record may have of each row, however many bytes they take
 LONGEST = 256  # and if they take no more than so many bytes of all rows: records are rare where a step is short
 RECORD_BYTES = 8 << 20
-FIRST = 2  # tokens after which a row is logged: an answer of one token is never resumed
-SHORT = 512  # tokens that may be logged of a row of which no piece is written yet, if they take
-SHORT_BYTES = 8 << 20  # no more than this; of others a piece comes first
+SHORT = 512  # tokens below which all is logged of a row of which no piece is written yet, if they take
+SHORT_BYTES = 8 << 20  # less than this; of others a piece comes first
 SHARE = 0.01  # of the engine's time that records may take, and what pieces leave of theirs
 MOST_CREDIT = 0.01  # seconds of that which may be saved up
 KEPT = 0.8  # of the pieces' credit that stays theirs
@@ -195,7 +194,8 @@ class Tail:
         if spans:
             rows = len(copied.seqs)
             parts = tier.layout.piece(copied.positions, rows) + tier.layout.states(rows)
-            tier.tail.append(TailRecord(spans, parts, (on_host(copied.data),)))
+            data = on_host(copied.data, tier.tail.memory(copied.data.size))
+            tier.tail.append(TailRecord(spans, parts, (data,)))
 
     def _span(self, seq: int, place: int, start: int, end: int) -> RowSpan:
         logged = self._rows[seq]
@@ -208,14 +208,14 @@ class Tail:
 
     # ------------------------------------------------------------ a row's first record
     def admit(self, tier: Tier) -> None:
-        """Log all of rows that have just begun to decode, of those that are short."""
+        """Log all of rows whose answers have just begun, of those that are short. Answers of one token have ended."""
         if not self._new:
             return
         for batch in self._batches.values():
             if not self._can_log(tier, batch):
                 continue
             for row in batch.rows:
-                if row.seq in self._new and batch.produced(row) >= FIRST and self._has_time:
+                if row.seq in self._new and batch.produced(row) and self._has_time:
                     self._admit(tier, batch, row)
 
     def _admit(self, tier: Tier, batch: Batch, row: Row) -> None:
@@ -234,7 +234,7 @@ class Tail:
 
     @staticmethod
     def _is_short(layout: Layout, tokens: int) -> bool:
-        return tokens <= min(SHORT, SHORT_BYTES // max(1, layout.position_bytes))
+        return tokens < min(SHORT, SHORT_BYTES // max(1, layout.position_bytes))
 
     def _log_first(self, tier: Tier, source: CacheSource, seq: int, start: int) -> None:
         copy = RowCopy(tier.layout, source)

@@ -6,13 +6,12 @@ costs no submission and no wait of its own, and once the step is read it can be 
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from server.cache_guard import Caches, parts
-from server.kv_store.copies import flat
 from server.kv_store.layout import Layout, PartLayout
 from server.kv_store.trees import UnknownCache, at
 from server.kv_store.trial import cut
@@ -39,12 +38,12 @@ def newest(layout: Layout, caches: Caches, positions: int, held: int, rows: int)
     copied: list[mx.array] = []
     states: list[mx.array] = []
     for part, own in zip(layout.parts, parts(caches), strict=True):
-        states += [flat(array) for array in _state(part, own, rows)]
+        states += _state(part, own, rows)
         end = held
         if rows > 1 and part.leaves:
             end = getattr(own, str(part.merged_end))
-        copied += [flat(cut(at(own, leaf.path), leaf.axis, end - positions, end)) for leaf in part.leaves]
-    return mx.concatenate(copied + states)
+        copied += [cut(at(own, leaf.path), leaf.axis, end - positions, end) for leaf in part.leaves]
+    return _joined(copied + states)
 
 
 def _state(part: PartLayout, own: Any, rows: int) -> list[mx.array]:
@@ -57,6 +56,15 @@ def _state(part: PartLayout, own: Any, rows: int) -> list[mx.array]:
     return arrays
 
 
-def on_host(copied: mx.array) -> bytes:
-    """The bytes of a copy; waits for the step that it was submitted with."""
-    return np.asarray(copied).tobytes()
+def _joined(arrays: list[mx.array]) -> mx.array:
+    """The bytes of arrays, one after the other. Neighbours of one form are joined as they are: a copy of each, and then
+    one of all, would be twice the work."""
+    runs = [mx.concatenate(list(run)) for _, run in groupby(arrays, lambda array: (array.dtype, array.shape[1:]))]
+    return mx.concatenate([mx.view(run.reshape(-1), mx.uint8) for run in runs])
+
+
+def on_host(copied: mx.array, memory: bytearray) -> memoryview:
+    """The bytes of a copy, in `memory`; waits for the step that it was submitted with."""
+    view = memoryview(memory)[: copied.size]
+    view[:] = memoryview(copied)  # type: ignore[arg-type]
+    return view

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import shutil
@@ -29,6 +30,7 @@ ROOM = 0.9  # share of the limit that is left in use once files had to go
 SPARE_SHARE = 0.02  # of the disk that is left to others, and at most so many bytes
 SPARE_BYTES = 1 << 30
 SLICE = 1 << 18  # bytes written at a time to a disk that is slow on purpose
+LOOK_SECONDS = 0.1  # between two looks at how full the disk is
 
 log = logging.getLogger("marathon.engine")
 
@@ -64,6 +66,9 @@ class Store:
         self._now = now
         self._lock = Lock()
         self._turn = Lock()  # of a disk that is slow on purpose
+        self._appended: _Appended | None = None
+        self._is_nearly_full = False
+        self._looks_again = 0.0
         self._index = Index(root, everything)
         folder.prepare(self._folder)
         folder.sweep(home)
@@ -183,33 +188,52 @@ class Store:
         """Write behind what is in a file of the folder that isn't found by what it stands for. Raises OSError, and then
         leaves the file as it was: what follows a record that was cut would never be read."""
         began = time.perf_counter()
-        before = _length(path)
+        self._need_room()
+        file = self._appended_to(path)
+        before = file.size
         try:
-            self._write_out(path, buffers, os.O_APPEND)
+            self._put(file.stream, buffers)
         except OSError:
             with contextlib.suppress(OSError):
-                os.truncate(path, before)
+                file.stream.truncate(before)
             raise
         self.counts.written_bytes += sum(memoryview(buffer).nbytes for buffer in buffers)
         self.counts.write_seconds += time.perf_counter() - began
 
-    def _write_out(self, path: Path, buffers: Sequence[Buffer], mode: int = os.O_TRUNC) -> None:
-        if self._disk.is_full or self._is_nearly_full():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if not path.parent.is_dir():  # it was cleared meanwhile
-            folder.prepare(path.parent)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | mode | os.O_CLOEXEC, FILE_MODE)
-        with open(file, "wb", buffering=0) as stream:
-            for buffer in buffers:
-                view = memoryview(buffer).cast("B")
-                while view:
-                    written = stream.write(view[:SLICE]) if self._disk.bytes_per_second else stream.write(view)
-                    self._wait(written)
-                    view = view[written:]
+    def _appended_to(self, path: Path) -> _Appended:
+        if self._appended is None or not self._appended.leads_to(path):
+            self.end_appending()
+            self._appended = _Appended(path, _opened(path, os.O_APPEND))
+        return self._appended
 
-    def _is_nearly_full(self) -> bool:
-        usage = shutil.disk_usage(self._home)
-        return usage.free < min(SPARE_BYTES, SPARE_SHARE * usage.total)
+    def end_appending(self) -> None:
+        """Close the file that was appended to; the next record opens it again."""
+        if self._appended is not None:
+            self._appended.stream.close()
+            self._appended = None
+
+    def _write_out(self, path: Path, buffers: Sequence[Buffer]) -> None:
+        self._need_room()
+        with _opened(path, os.O_TRUNC) as stream:
+            self._put(stream, buffers)
+
+    def _put(self, stream: io.FileIO, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            while view:
+                written = stream.write(view[:SLICE]) if self._disk.bytes_per_second else stream.write(view)
+                self._wait(written)
+                view = view[written:]
+
+    def _need_room(self) -> None:
+        """Raises OSError where the disk is nearly full, or was when it was looked at."""
+        now = time.monotonic()
+        if now >= self._looks_again:
+            usage = shutil.disk_usage(self._home)
+            self._is_nearly_full = usage.free < min(SPARE_BYTES, SPARE_SHARE * usage.total)
+            self._looks_again = now + LOOK_SECONDS
+        if self._disk.is_full or self._is_nearly_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _wait(self, size: int) -> None:
         """Take the time that the disk needs for so many bytes, whatever else waits for it."""
@@ -255,7 +279,23 @@ def _contents(path: Path, memory: memoryview) -> memoryview:
         return memory[:done]
 
 
-def _length(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0
+@dataclass(frozen=True, slots=True)
+class _Appended:
+    """A file that is kept open, as one record after the other is appended."""
+
+    path: Path
+    stream: io.FileIO
+
+    def leads_to(self, path: Path) -> bool:
+        """Whether it is the file with that path, and still there: the folder may have been cleared."""
+        return self.path == path and os.fstat(self.stream.fileno()).st_nlink > 0
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.stream.fileno()).st_size
+
+
+def _opened(path: Path, mode: int) -> io.FileIO:
+    if not path.parent.is_dir():  # it was cleared meanwhile
+        folder.prepare(path.parent)
+    return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | mode | os.O_CLOEXEC, FILE_MODE), "wb")

@@ -12,18 +12,20 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import cast
 
 from server.kv_store.allowance import Allowance
 from server.kv_store.files import tail_log
-from server.kv_store.files.record import PartHead
+from server.kv_store.files.record import Buffer, PartHead
 from server.kv_store.files.tail_log import RowSpan
 from server.kv_store.store import Store
 from server.kv_store.writer import PAUSE_SECONDS
 
 QUEUE_BYTES = 16 << 20
 SEGMENT_BYTES = 16 << 20  # after which another one is begun
+SPARE_RECORDS = 2  # whose memory is kept: one is copied while another is written
 SHARE = 0.5  # of the bytes that may be written at once: the rest is left to pieces
 
 log = logging.getLogger("marathon.engine")
@@ -35,7 +37,7 @@ class TailRecord:
 
     rows: tuple[RowSpan, ...]
     parts: tuple[PartHead, ...]
-    data: tuple[bytes, ...]
+    data: tuple[Buffer, ...]  # views are of `TailWriter.memory`
 
     @property
     def size(self) -> int:
@@ -64,6 +66,7 @@ class TailWriter:
         self._worked = self._charged = 0.0  # the same of CPU seconds that the thread took, and of those asked for
         self._resumes_at = 0.0
         self._jobs: SimpleQueue[tuple[Path, TailRecord | None] | None] = SimpleQueue()
+        self._spare: SimpleQueue[bytearray] = SimpleQueue()
         self._thread = Thread(target=self._run, name="kv tail", daemon=True)
         self._thread.start()
 
@@ -81,6 +84,17 @@ class TailWriter:
         seconds = worked - self._charged
         self._charged = worked
         return seconds
+
+    def memory(self, size: int) -> bytearray:
+        """Memory for at least so many bytes of the next record: that of one which is written already, if there is any.
+        The kernel takes longer to give a process new pages than it takes to fill them."""
+        try:
+            spare = self._spare.get_nowait()
+        except Empty:
+            return bytearray(size)
+        if len(spare) < size:
+            return bytearray(size)
+        return spare
 
     def append(self, record: TailRecord) -> None:
         """Append a record behind all others."""
@@ -127,6 +141,13 @@ class TailWriter:
             self._write(path, record)
             self._worked = time.thread_time()
             self._written += record.size
+            self._keep_memory(record)
+        self._store.end_appending()
+
+    def _keep_memory(self, record: TailRecord) -> None:
+        for data in record.data:
+            if isinstance(data, memoryview) and self._spare.qsize() < SPARE_RECORDS:
+                self._spare.put(cast(bytearray, data.obj))
 
     def _write(self, path: Path, record: TailRecord) -> None:
         described = tail_log.head(self._store.root, record.rows, record.parts)
