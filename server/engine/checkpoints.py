@@ -132,7 +132,7 @@ class Checkpoints:
             return
         now = self._clock()
         live = self._live[row.seq] = LiveRow(tier.keeper.begin(row.tokens), 0, 0, now)
-        self._tail.begin(row.seq, live.progress.chain)
+        self._tail.begin(row.seq, live.progress.chain, after_death=tier.recovered > 0)
         fetch = tier.reader.fetch(row.tokens, self._prefix.reach(row.tokens) + LEAST_GAIN, self._wake)
         if fetch is None:
             return

@@ -31,6 +31,8 @@ RECORD_BYTES = 8 << 20
 SHORT = 512  # tokens below which all is logged of a row of which no piece is written yet, if they take
 SHORT_BYTES = 8 << 20  # less than this; of others a piece comes first
 SHARE = 0.01  # of the engine's time that records may take, and what pieces leave of theirs
+SHARE_AFTER_DEATH = 0.06  # in an engine's first minute with rows, where the one before died with rows: what ended it, a
+AFTER_DEATH_SECONDS = 60.0  # request or a machine short of memory, is often still there
 MOST_CREDIT = 0.01  # seconds of that which may be saved up
 KEPT = 0.8  # of the pieces' credit that stays theirs
 EXECUTED = 3.0  # times the building of a copy's graph that building and running it take, on two CPU cores
@@ -68,13 +70,17 @@ class Tail:
         self._new: set[int] = set()  # rows of which nothing is logged
         self._submitted: dict[int, Copy] = {}  # by batch, in this iteration
         self._copied: list[Copy] = []  # in the one before
-        self._budget = Allowance(MOST_CREDIT, SHARE, clock)
+        self._usual = Allowance(MOST_CREDIT, SHARE, clock)
+        self._after_death = Allowance(MOST_CREDIT, SHARE_AFTER_DEATH, clock)
+        self._calm_at: float | None = None  # from when on records have the usual time; None before the first row
         self._pieces = pieces
         self._can: dict[bool, bool] = {}  # whether rows can go on from records, by whether they share caches
 
     # ------------------------------------------------------------ rows
-    def begin(self, seq: int, chain: KeyChain) -> None:
-        """A row comes."""
+    def begin(self, seq: int, chain: KeyChain, *, after_death: bool = False) -> None:
+        """A row comes; `after_death`: the engine before this one died with rows."""
+        if self._calm_at is None:
+            self._calm_at = self._clock() + AFTER_DEATH_SECONDS * after_death
         self._rows[seq] = LoggedRow(chain)
         self._new.add(seq)
 
@@ -122,10 +128,16 @@ class Tail:
 
     @property
     def _has_time(self) -> bool:
-        return self._budget.left > 0 or self._pieces.is_ample(KEPT)
+        return self._own.left > 0 or self._pieces.is_ample(KEPT)
+
+    @property
+    def _own(self) -> Allowance:
+        if self._calm_at is not None and self._clock() < self._calm_at:
+            return self._after_death
+        return self._usual
 
     def _spend(self, seconds: float) -> None:
-        budget = self._budget
+        budget = self._own
         if budget.left <= 0:
             budget = self._pieces
         budget.spend(seconds)

@@ -56,7 +56,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """The store with all that works on it. Owned by the engine's main thread."""
+    """The store with all that works on it. Owned by the engine's main thread. `recovered`: rows that an engine before
+    this one had when it died, and whose newest positions it had logged."""
 
     store: Store
     keeper: Keeper
@@ -65,6 +66,7 @@ class Tier:
     tail: TailWriter
     layout: Layout
     paces: Paces
+    recovered: int
 
     def close(self) -> None:
         """Write what is queued, within a moment, and end the threads."""
@@ -152,13 +154,15 @@ class Opening:
         folder.prepare(own)
         folder.note_model(own, _shown(self._model))
         store = Store(place.home, root, layout.everything, place.limit, place.disk)
-        if further := recover(store, layout, own):
-            log.info("the newest positions of %d rows are there", further)
+        recovered = recover(store, layout, own)
+        if recovered:
+            log.info("the newest positions of %d rows are there", recovered)
         paces = Paces(own / folder.PACES)
         allowance = Allowance.hourly(place.hourly)
         writer = KVWriter(store, allowance, after=paces.save)
         tail = TailWriter(store, own, allowance)
-        return Tier(store, Keeper(store, writer, layout), KVReader(store, layout, paces), writer, tail, layout, paces)
+        keeper = Keeper(store, writer, layout)
+        return Tier(store, keeper, KVReader(store, layout, paces), writer, tail, layout, paces, recovered)
 
 
 def opened(settings: Settings, faults: Spec, model: Path, device: str | None = None) -> Opening | None:
