@@ -99,18 +99,23 @@ class TailWriter:
     def append(self, record: TailRecord) -> None:
         """Append a record behind all others."""
         if self._segment.size > SEGMENT_BYTES:
-            self._older.append(self._segment)
-            self._number += 1
-            self._segment = _Segment(tail_log.segment(self._folder, self._number))
+            self._begin_segment()
         self._segment.size += record.size
         self._segment.rows.update(row.seq for row in record.rows)
         self._offered += record.size
         self._allowance.spend(record.size)
         self._jobs.put((self._segment.path, record))
 
+    def _begin_segment(self) -> None:
+        self._older.append(self._segment)
+        self._number += 1
+        self._segment = _Segment(tail_log.segment(self._folder, self._number))
+
     def release(self, seq: int) -> None:
         """A row has gone, or pieces hold all that was appended of it."""
         self._segment.rows.discard(seq)
+        if self._segment.size and not self._segment.rows:
+            self._begin_segment()
         for segment in self._older:
             segment.rows.discard(seq)
         for segment in [segment for segment in self._older if not segment.rows]:

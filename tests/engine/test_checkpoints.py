@@ -109,6 +109,49 @@ def test_a_death_costs_a_few_tokens_of_each_row_also_of_short_ones(family, undel
         assert delivered[one.seq] + later.tokens[one.seq] == alone
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_death_behind_the_first_token_costs_no_prefill_of_a_short_prompt(family, tiny, tmp_path):
+    with engine(tiny, tmp_path, family) as first:
+        one = row(1, prompt(300), max_tokens=90)
+        first.submit(one)
+        while not first.tokens[1]:
+            first.turn()
+        flush(first)
+        delivered = list(first.tokens[1])
+        assert len(delivered) <= 2
+    with engine(tiny, tmp_path, family) as later:
+        later.submit(one, delivered)
+        finish(later)
+    assert later.started[1].reused >= 300
+    assert delivered + later.tokens[1] == alone(family, tuple(one.sequence.prompt), 90)
+
+
+def test_an_answer_of_one_token_is_not_written(tiny, tmp_path):
+    with engine(tiny, tmp_path) as one:
+        for seq in range(3):
+            one.submit(row(seq, prompt(100, seq), max_tokens=1))
+        finish(one)
+        flush(one)
+        assert one.opening.tier.store.counts.written_bytes == 0
+
+
+def test_the_engine_after_one_that_died_with_rows_knows_it(tiny, tmp_path):
+    one = row(1, prompt(20), max_tokens=90)
+    for deaths in range(2):
+        with engine(tiny, tmp_path) as running:
+            assert running.opening.tier.recovered == deaths
+            running.submit(one)
+            while len(running.tokens[1]) < 10:
+                running.turn()
+            flush(running)
+    with engine(tiny, tmp_path) as last:
+        last.submit(one)
+        finish(last)
+        flush(last)
+    with engine(tiny, tmp_path) as after:
+        assert after.opening.tier.recovered == 0
+
+
 def test_a_row_that_the_log_follows_is_saved_in_larger_pieces(tiny, tmp_path, monkeypatch):
     """What a death costs is in the log, and a piece costs much the same however long it is."""
     monkeypatch.setattr(tail, "SHARE", 1.0)

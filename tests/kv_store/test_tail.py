@@ -40,10 +40,10 @@ class Logging:
         self.rows = rows
         self.begin(Allowance(1.0, 0.0, lambda: 0.0), lambda: 0.0)
 
-    def begin(self, pieces, clock):
+    def begin(self, pieces, clock, **options):
         self.tail = Tail({1: self.batch}, pieces, clock)
         for one in self.rows:
-            self.tail.begin(one.seq, KeyChain(self.tier.store.root, one.tokens))
+            self.tail.begin(one.seq, KeyChain(self.tier.store.root, one.tokens), **options)
 
     def step(self, count=1, *, every=1):
         for i in range(count):
@@ -283,6 +283,55 @@ def test_records_take_what_pieces_leave_of_their_time_and_not_their_reserve(most
     assert (records > 50) == bool(most)
 
 
+def test_records_take_more_time_for_a_minute_behind_a_death(tmp_path, monkeypatch):
+    monkeypatch.setattr("server.kv_store.tail_writer.time.thread_time", lambda: 0.0)
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += 0.0005
+        return now
+
+    with logging(Rig("llama"), tmp_path, row(1, prompt(20), max_tokens=999)) as live:
+        live.begin(Allowance(0.0, 0.0, clock), clock, after_death=True)
+        records = [0]
+        for wait in (0.0, tail.AFTER_DEATH_SECONDS):
+            now += wait
+            for _ in range(300):
+                now += 0.02
+                live.step()
+            assert live.log.flush(PATIENCE)
+            found = [tail_log.read(segment) for segment in tail_log.segments(live.folder)]
+            records.append(sum(len(list(tail_log.unpacked(raw))) for raw in found))
+    behind, later = (last - first for first, last in itertools.pairwise(records))
+    assert behind > 2 * later > 0
+
+
+def test_a_log_that_is_removed_while_it_is_written_is_begun_anew(tmp_path):
+    rig = Rig("llama")
+    one = row(1, prompt(20), max_tokens=99)
+    with logging(rig, tmp_path, one) as live:
+        live.step(10)
+        assert live.log.flush(PATIENCE)
+        (segment,) = tail_log.segments(live.folder)
+        segment.unlink()
+        live.step(10)
+        live.crash()
+        (segment,) = tail_log.segments(live.folder)
+        records = [described for described, _ in tail_log.unpacked(tail_log.read(segment))]
+        assert records[-1].rows[0].end >= len(live.batch.held_tokens(one)) - 2
+    with kept(rig.raw, tmp_path) as disk:
+        assert recover(disk.store, disk.layout, live.folder) == 0, "what came before them is gone"
+
+
+def test_the_memory_of_a_record_is_used_again_once_it_is_written(tmp_path):
+    with logging(Rig("llama"), tmp_path, row(1, prompt(20), max_tokens=99)) as live:
+        live.step(10)
+        assert live.log.flush(PATIENCE)
+        spare = live.log.memory(1)
+        assert live.log.memory(len(spare)) is not spare, "it is used by one record at a time"
+
+
 def test_what_the_logs_thread_works_counts_as_time_of_the_steps(tmp_path, monkeypatch):
     worked = itertools.count(0, 1.0)  # a second for each record
     monkeypatch.setattr("server.kv_store.tail_writer.time.thread_time", lambda: next(worked))
@@ -307,7 +356,7 @@ def test_segments_go_once_no_row_needs_them(tmp_path, monkeypatch):
         live.tail.saved(1, len(live.batch.held_tokens(one)), live.tier)
         live.tail.forget(2, live.tier)
         live.crash()
-        assert len(tail_log.segments(live.folder)) == 1
+        assert tail_log.segments(live.folder) == []
 
 
 def test_a_clock_that_is_set_back_leaves_the_log_in_its_order(tmp_path, monkeypatch):
