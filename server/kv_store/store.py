@@ -66,7 +66,7 @@ class Store:
         self._now = now
         self._lock = Lock()
         self._turn = Lock()  # of a disk that is slow on purpose
-        self._appended: _Appended | None = None
+        self._appended: _OpenFile | None = None
         self._is_nearly_full = False
         self._looks_again = 0.0
         self._index = Index(root, everything)
@@ -200,10 +200,10 @@ class Store:
         self.counts.written_bytes += sum(memoryview(buffer).nbytes for buffer in buffers)
         self.counts.write_seconds += time.perf_counter() - began
 
-    def _appended_to(self, path: Path) -> _Appended:
+    def _appended_to(self, path: Path) -> _OpenFile:
         if self._appended is None or not self._appended.leads_to(path):
             self.end_appending()
-            self._appended = _Appended(path, _opened(path, os.O_APPEND))
+            self._appended = _OpenFile(path, _opened(path, os.O_APPEND))
         return self._appended
 
     def end_appending(self) -> None:
@@ -280,7 +280,7 @@ def _contents(path: Path, memory: memoryview) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class _Appended:
+class _OpenFile:
     """A file that is kept open, as one record after the other is appended."""
 
     path: Path
