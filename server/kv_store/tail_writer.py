@@ -88,13 +88,11 @@ class TailWriter:
     def memory(self, size: int) -> bytearray:
         """Memory for at least so many bytes of the next record: that of one which is written already, if there is any.
         The kernel takes longer to give a process new pages than it takes to fill them."""
-        try:
+        with contextlib.suppress(Empty):
             spare = self._spare.get_nowait()
-        except Empty:
-            return bytearray(size)
-        if len(spare) < size:
-            return bytearray(size)
-        return spare
+            if len(spare) >= size:
+                return spare
+        return bytearray(size)
 
     def append(self, record: TailRecord) -> None:
         """Append a record behind all others."""
@@ -145,8 +143,8 @@ class TailWriter:
                 continue
             self._write(path, record)
             self._worked = time.thread_time()
-            self._written += record.size
             self._keep_memory(record)
+            self._written += record.size
         self._store.end_appending()
 
     def _keep_memory(self, record: TailRecord) -> None:

@@ -73,13 +73,19 @@ class Row:
     read: int = 0  # tokens of its prompt, while that is read
 
 
+def raised() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class FakeEngine:
     """The script, and the handle on whichever engine lives at the moment."""
 
     step_seconds: float = 0.0005
     load_seconds: float = 0.0
-    loads: asyncio.Event = field(default_factory=lambda: raised())  # cleared: it stays at loading until it is set
+    loads: asyncio.Event = field(default_factory=raised)  # cleared: it stays at loading until it is set
     weights: messages.WeightsRead | None = None  # how far it has read them while it loads
     prefill_seconds: float = 0.0
     prefill_chunks: int = 1  # in which a prompt is read
@@ -197,12 +203,6 @@ class FakeEngine:
     def fail_row(self, seq: int, kind: str = "row", message: str = "the row broke") -> None:
         del self.rows[seq]
         self.life.emit(messages.RowFailure(self.life.epoch, seq, kind, message))
-
-
-def raised() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
 
 
 def finish_of(sequence: TokenSequence, generated: list[int]) -> Finish | None:
