@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
+from server.grammar.classes import spellable
+
 Schema = dict[str, Any]
 
 # All others only describe a string, as OpenAPI's `int64` and `password` do: in JSON Schema a format that the reader
@@ -59,11 +61,14 @@ def rewritten(schema: Schema) -> Schema | bool:
         if isinstance(made.get(key), str):
             made[key] = quote(made[key], safe=_IN_REFERENCES)
     if isinstance(made.get("pattern"), str):
-        made["pattern"] = _PATTERNS.get(made["pattern"], made["pattern"])
+        made["pattern"] = spellable(_PATTERNS.get(made["pattern"], made["pattern"]))
     for key, other in _UNEVALUATED.items():
         if isinstance(made.get(key), bool | dict) and other not in made and not _combines(made):
             made[other] = made.pop(key)
-    return _named(made)
+    made = _named(made)
+    if isinstance(made.get("patternProperties"), dict):
+        made["patternProperties"] = {spellable(name): part for name, part in made["patternProperties"].items()}
+    return made
 
 
 def _is_anything(schema: Any) -> bool:

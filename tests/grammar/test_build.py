@@ -7,6 +7,7 @@ import random
 import re
 import time
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,12 +41,16 @@ def call(name: str, **arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
+@cache
+def tokenizer() -> LLTokenizer:
+    return LLTokenizer((TOKENIZER / "tokenizer.json").read_text())
+
+
 def accepts(made: Grammar, text: str) -> bool:
     """The whole of `text` is an answer."""
-    tokenizer = LLTokenizer((TOKENIZER / "tokenizer.json").read_text())
-    matcher = LLMatcher(tokenizer, made.text, log_level=0)
+    matcher = LLMatcher(tokenizer(), made.text, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    ids = tokenizer.tokenize_str(text, parse_special=True)
+    ids = tokenizer().tokenize_str(text, parse_special=True)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
@@ -421,6 +426,53 @@ def test_a_librarys_pattern_with_look_around_is_enforced(pattern: str, examples:
     matching = [text for text in drawn if re.search(pattern, text)]
     for text in [*examples, *drawn[:200], *matching[:200]]:
         assert accepts(made, json.dumps(text)) == bool(re.search(pattern, text)), text
+
+
+CHARACTERS = ['"', "\\", "/", "a", "B", "7", "_", " ", "~", "\x00", "\x1b", "\x1f", "\n", "\t", "é", "😀"]
+LEFT_OUT = [
+    *(r'^[^\\/:*?"<>|]$', '^[^"]$', r"^[^\\]$", r"^[^/\\]$", r'^[^\s"]$', '^[^<>"]$', '^(?:[^"])$', r'^([^"\\]|\\.)$'),
+    *(
+        r"^[\x00-\x1f]$",
+        r"^[^\x20-\x7e]$",
+        r'^[^\n"]$',
+        r"^[^\d\\]$",
+        "^[^!-,]$",
+        r"^[^\]\\]$",
+        r'^[^\]"]$',
+        '^[^"a-]$',
+    ),
+    *(
+        "^[a-z]$",
+        r'^["\\]$',
+        r"^[\s\S]$",
+        r"^[^\x00-\x1f\\]$",
+        "^[^a]$",
+        "^[^!-~]$",
+        r"^\[$",
+        r"^[a\]]$",
+        r'^\\[^"]$',
+        "^.$",
+    ),
+]
+
+
+@pytest.mark.parametrize("pattern", LEFT_OUT)
+def test_no_character_that_a_class_leaves_out_passes_as_an_escape(pattern: str) -> None:
+    texts = [*CHARACTERS, *("\\" + char for char in CHARACTERS)]
+    by_value = build.answer({"type": "string", "pattern": pattern})
+    named = {"type": "object", "additionalProperties": False}
+    by_name = [
+        build.answer(named | {"patternProperties": {pattern: True}}),
+        build.answer({"type": "object", "propertyNames": {"pattern": pattern}}),
+    ]
+    for text in texts:
+        is_left_out = re.search(pattern, text) is None
+        seen = accepts(by_value, json.dumps(text, ensure_ascii=False))
+        assert not (seen and is_left_out), text
+        for made in by_name:
+            assert accepts(made, json.dumps({text: 1}, ensure_ascii=False)) == seen, text
+        if text in ('"', "\\", "/", "a", "\n", "\t", "é", "😀") and not is_left_out:
+            assert seen, text
 
 
 @pytest.mark.parametrize(
