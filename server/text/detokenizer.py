@@ -86,7 +86,7 @@ class TextState:
         elif continues:
             first = NORMAL
             if follows:
-                first = FORMED
+                first = OPENING if OPENING in edges else FORMED  # which its grammar lets begin as any other
         self._tokenizer = tokenizer
         self._mark = tags.mark
         self._texts = tags.texts
@@ -97,7 +97,7 @@ class TextState:
         self._ids = CallIds(form.name if form else "", earlier_calls, new_id, seed=call_seed)
         self._bare: BareCalls | None = None
         if chat and tools and form and form.is_bare:
-            self._bare = BareCalls(tools, self._ids, begins=not continues)
+            self._bare = BareCalls(tools, self._ids, begins=follows or not continues)
         self._utf8 = _UTF8("replace")
         self._is_cut = False  # a character's end is missing
         self._channels = Channels(edges, first, tags, strings=bool(follows and form and form.is_json))

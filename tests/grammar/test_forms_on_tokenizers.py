@@ -181,6 +181,20 @@ def test_going_on_with_an_answer_begins_no_reasoning_and_no_message(walker: Walk
         assert answer.content in TEXTS
 
 
+def test_going_on_with_an_answer_loses_no_call(walker: Walker) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well: "}]
+    fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False, "tools": [TOOL]}
+    for choice in ("required", {"type": "function", "function": {"name": TOOL["function"]["name"]}}):
+        if walker.tokenizer.speaks_harmony:
+            with pytest.raises(RequestError, match="can't become a call"):
+                walker.prepare(**fields, tool_choice=choice)
+            continue
+        for answer in ended(walker, False, 2, **fields, tool_choice=choice):
+            assert answer.calls
+    for answer in ended(walker, False, 6, **fields, response_format=SCHEMA):
+        assert bool(answer.calls) != bool(answer.content)
+
+
 # ---------------------------------------------------------------- what can't be had
 def test_a_tokenizer_that_cannot_spell_every_text_is_given_no_form(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(small.write(tmp_path, small.whole_words), trust_remote_code=False)

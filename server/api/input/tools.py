@@ -175,7 +175,10 @@ def constraint(
     form = response_format.checked(form, tokenizer, rows, prove)
     tags = tokenizer.tags(rows)
     calls = None
-    if offer.offered:
+    if continues and tokenizer.speaks_harmony:  # whose calls are messages of their own
+        if offer.forced:
+            raise InvalidValue("an answer of this model that is gone on with can't become a call", param="tool_choice")
+    elif offer.offered:
         calls = _calls(offer, tokenizer, tags, form.param)
     reasons = not continues or prompt.reasoning
     thought = None
