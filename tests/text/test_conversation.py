@@ -245,3 +245,30 @@ async def _answered(site: Site, asked: conversations.Conversation, letters: str)
     assert all(read.count(word) == 1 for word in asked.words), (letters, read)
     counted = (await site.post("/v1/chat/completions/input_tokens", asked.body)).json()["input_tokens"]
     assert counted == answer.json()["usage"]["prompt_tokens"]
+
+
+# ---------------------------------------------------------------- tools without what may be left out
+LISTS = {
+    "parameters to JSON": "{{ tool.function.description }}{{ tool.function.parameters | tojson }}",
+    "properties one by one": "{% for name in tool.function.parameters.properties.items() %}{{ name }}{% endfor %}",
+    "its own check": "{{ tool.function.description + tool['function']['parameters']['type'] }}",
+}
+BARE_TOOLS: list[dict[str, Any]] = [
+    {},
+    {"parameters": None},
+    {"parameters": {}},
+    {"parameters": {"type": "object"}},
+    {"description": None, "parameters": {"type": "object", "properties": {}}},
+]
+
+
+@pytest.mark.parametrize("lists", LISTS)
+def test_a_tool_without_what_may_be_left_out_is_no_refusal(tmp_path: Path, lists: str) -> None:
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}" + LISTS[lists] + "{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer = equipped(small.write(tmp_path, small.byte_level, template, eos_token="<|im_end|>"))
+    for fields in BARE_TOOLS:
+        tool = {"type": "function", "function": {"name": "now"} | fields}
+        assert shown(tokenizer, [U("hi")], tools=[tool]).startswith("now")

@@ -8,10 +8,10 @@ tokenises, never touches MLX.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from server.errors import InvalidValue, UnsupportedParameter, one_line
 from server.text.templates.abilities import Abilities
@@ -23,6 +23,8 @@ from server.text.tokens.encode_cache import common_prefix
 from server.text.tokens.encoding import PROBE, Shield, clean
 
 Form = Callable[[Any], Any]  # what becomes of a call's arguments
+Way = tuple[Form, list[dict[str, Any]] | None]  # and the tools as they are offered
+One = TypeVar("One")
 Renderer = Callable[..., str]  # (messages, tools=…, add_generation_prompt=…, continue_final_message=…, **variables)
 
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
@@ -79,25 +81,27 @@ class ChatTemplate:
     ) -> RenderedPrompt:
         """Raises InvalidValue with the template's own words when it refuses."""
         said = fit(messages, self.able, self._shield, self._think)
-        none: list[Any] | None = None
+        offers: list[list[dict[str, Any]] | None] = [None]
         if self.able.listed:
-            none = []
-        given = none
+            offers = [[]]
         if tools:
-            given = self._shield.hide_all(tools)
+            hidden = self._shield.hide_all(tools)
+            offers = [hidden, [_completed(tool) for tool in hidden]]
         extra = self._switches(effort) | self._checked(kwargs)
         mode = {"add_generation_prompt": begins, "continue_final_message": continuing}
 
         numbers = NumberTexts()
 
-        def attempt(form: Form, history: list[Message] = said) -> str:
+        def attempt(way: Way, history: list[Message] = said) -> str:
             if self._render is None:
                 raise InvalidValue("the model has no chat template; use /v1/completions", param="messages")
-            return numbers.shown(self._render([_formed(m, form) for m in history], tools=given, **mode, **extra))
+            form, offered = way
+            return numbers.shown(self._render([_formed(m, form) for m in history], tools=offered, **mode, **extra))
 
-        text, form = _first(attempt, _forms(said, self._shield, numbers))
+        forms = _forms(said, self._shield, numbers)
+        text, way = _first(attempt, [(form, offered) for offered in offers for form in forms])
         [alone] = fit(messages[-1:], Abilities(), self._shield, self._think)
-        other = _probe(attempt, form, said, alone["content"])
+        other = _probe(attempt, way, said, alone["content"])
         if not other:
             return self._read(text, 0, 0, continuing)
         start = common_prefix(text, other)
@@ -190,6 +194,16 @@ def _formed(message: Message, form: Form) -> Message:
     return message | {"tool_calls": formed}
 
 
+def _completed(tool: dict[str, Any]) -> dict[str, Any]:
+    """The tool with the members that a client may leave out: a description, and parameters with their properties."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    parameters = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+    described = {"description": function.get("description") or "", "parameters": parameters}
+    return tool | {"function": function | described}
+
+
 # ---------------------------------------------------------------- attempts
 def _forms(messages: list[Message], shield: Shield | None, numbers: NumberTexts) -> tuple[Form, ...]:
     mapping = partial(_mapping, shield, numbers)
@@ -198,12 +212,13 @@ def _forms(messages: list[Message], shield: Shield | None, numbers: NumberTexts)
     return (mapping,)
 
 
-def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str, Form]:
-    """Templates differ in whether they want a call's arguments as an object or as text; the first that works."""
+def _first(attempt: Callable[[One], str], ways: Iterable[One]) -> tuple[str, One]:
+    """Templates differ in whether they want a call's arguments as an object or as text, and in which members of a tool
+    they can do without; the first way that works."""
     refusal: Exception | None = None
-    for form in forms:
+    for way in ways:
         try:
-            return attempt(form), form
+            return attempt(way), way
         except (InvalidValue, UnsupportedParameter):
             raise
         except Exception as error:  # a template can raise whatever Python can
@@ -211,7 +226,7 @@ def _first(attempt: Callable[[Form], str], forms: tuple[Form, ...]) -> tuple[str
     raise InvalidValue(f"the model's chat template refuses these messages: {refusal}", param="messages")
 
 
-def _probe(attempt: Callable[[Form, list[Message]], str], form: Form, said: list[Message], tail: str) -> str:
+def _probe(attempt: Callable[[Way, list[Message]], str], way: Way, said: list[Message], tail: str) -> str:
     """The same prompt with something else in place of its `tail`, so that what differs is where that stands; "" if it
     can't be recognized so."""
     last = said[-1]
@@ -222,7 +237,7 @@ def _probe(attempt: Callable[[Form, list[Message]], str], form: Form, said: list
     other = text.removesuffix(tail) + PROBE
     changed = last | {"content": [{"type": "text", "text": other}] if isinstance(content, list) else other}
     try:
-        text = attempt(form, [*said[:-1], changed])
+        text = attempt(way, [*said[:-1], changed])
     except Exception:  # a template may look into contents; then there is just no mark
         return ""
     if PROBE in text:
