@@ -10,8 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from server.api.input.identity import input_item_id
-from server.api.input.responses_schema import InputItem, ResponsesRequest
+from server.api.input.responses_schema import ResponsesRequest
 from server.api.input.schema import ChatRequest
 from server.errors import InvalidValue
 
@@ -31,12 +33,15 @@ def of_response(request: ResponsesRequest, answer: str, earlier: int) -> list[It
 
 def of_chat(request: ChatRequest, answer: str) -> list[Item]:
     """The messages of a chat request."""
-    sent = [message.model_dump(mode="json", by_alias=True, exclude_none=True) for message in request.messages]
+    sent = [_sent(message) for message in request.messages]
     return [message | {"id": f"{answer}-{place}"} for place, message in enumerate(sent)]
 
 
-def _sent(item: InputItem) -> Item:
-    return item.model_dump(mode="json", by_alias=True, exclude_none=True)
+def _sent(item: BaseModel) -> Item:
+    try:
+        return item.model_dump(mode="json", by_alias=True, exclude_none=True)
+    except ValueError:  # pydantic writes no more than 255 levels
+        raise InvalidValue("The body is nested too deeply to be stored") from None
 
 
 def listed(item: Item, answer: str, place: int) -> Item:

@@ -7,12 +7,16 @@ be understood again without the earlier response. Runs on the event loop, in a t
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
+from server.api.context import within_depth
+from server.api.input.body import parse
 from server.api.input.identity import ItemPlace
 from server.api.input.large_requests import LARGE_BYTES
 from server.api.stored.answers import StoredAnswers
@@ -26,21 +30,31 @@ _PLACE = re.compile(r"\binput\[(\d+)\]")
 
 Items = list[msgspec.Raw]
 Result = TypeVar("Result")
-_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_items = msgspec.json.Decoder(Items).decode
+
+
+class _Reference(msgspec.Struct):
+    """What a reference to an item has; of any other item this is read and nothing else."""
+
+    type: str
+    id: str
+
+
+_decode_members = partial(within_depth, msgspec.json.Decoder(dict[str, msgspec.Raw]).decode)
+_decode_items = partial(within_depth, msgspec.json.Decoder(Items).decode)
+_decode_reference = partial(within_depth, msgspec.json.Decoder(_Reference).decode)
 encode = msgspec.json.Encoder().encode
 
 
 async def resolved(answers: StoredAnswers, content: bytes, owner: str) -> tuple[bytes, int]:
     """The body with all its items, and how many of them are those of the previous response.
 
-    Raises PreviousNotFound, and InvalidValue for one that is still being made. A body that isn't well-formed is
-    returned as it is: it's refused where it is read.
+    Raises PreviousNotFound, and InvalidValue for one that is still being made and for a body that isn't JSON. A body
+    with members of other types is returned as it is: it's refused where it is read.
     """
     if not any(mark in content for mark in MARKS):
         return content, 0
+    members = await _members(content)
     try:
-        members = await _somewhere(content, lambda: _decode_members(content.removeprefix(BOM)))
         previous = msgspec.json.decode(members.get("previous_response_id", b"null"), type=str | None)
         own = items_of(members.get("input", b"null"))
     except msgspec.MsgspecError:
@@ -55,7 +69,23 @@ async def resolved(answers: StoredAnswers, content: bytes, owner: str) -> tuple[
     return await _somewhere(content, lambda: encode(whole)), len(earlier)
 
 
-async def _somewhere(content: bytes, work: Callable[[], Any]) -> Any:
+async def _members(content: bytes) -> dict[str, msgspec.Raw]:
+    """A body's members as they were sent. Raises InvalidValue."""
+    try:
+        return await _somewhere(content, lambda: _decode_members(content.removeprefix(BOM)))
+    except msgspec.MsgspecError:
+        return await _somewhere(content, lambda: within_depth(_mended, content))
+
+
+def _mended(content: bytes) -> dict[str, msgspec.Raw]:
+    """The members of a body in which halves of surrogate pairs stand, which msgspec doesn't read."""
+    try:
+        return _decode_members(json.dumps(parse(content), ensure_ascii=False).encode())
+    except msgspec.MsgspecError as error:
+        raise InvalidValue(f"The body isn't valid JSON: {error}") from None
+
+
+async def _somewhere(content: bytes, work: Callable[[], Result]) -> Result:
     if len(content) > LARGE_BYTES:
         return await asyncio.to_thread(work)
     return work()
@@ -78,7 +108,7 @@ async def _before(answers: StoredAnswers, id: str, owner: str) -> Items:
     if not record.is_final:
         message = f"Response {id} is {record.status.replace('_', ' ')}: nothing can go on from it until it has ended."
         raise InvalidValue(message, param="previous_response_id")
-    members = await _somewhere(record.body, lambda: _decode_members(record.body.removeprefix(BOM)))
+    members = await _members(record.body)
     output = await _output(answers, record)
     return [*items_of(members["input"]), *(msgspec.Raw(encode(item)) for item in output if not _is_stump(item))]
 
@@ -98,10 +128,13 @@ async def _named(answers: StoredAnswers, item: msgspec.Raw, owner: str) -> msgsp
     """The item that a reference names; any other item, and a reference to nothing, as it is."""
     if b"item_reference" not in bytes(item):
         return item
-    given = msgspec.json.decode(item)
-    if not isinstance(given, dict) or given.get("type") != "item_reference" or not isinstance(given.get("id"), str):
+    try:
+        given = _decode_reference(item)
+    except msgspec.MsgspecError:
         return item
-    found = await _lying(answers, given["id"], owner)
+    if given.type != "item_reference":
+        return item
+    found = await _lying(answers, given.id, owner)
     if found is None:
         return item
     return msgspec.Raw(encode(found))

@@ -434,3 +434,53 @@ async def test_with_keys_an_answer_belongs_to_the_key_that_made_it(tmp_path: Pat
         follow = await site.post(PATH, {"input": "x", "previous_response_id": id}, **other)
         assert follow.json()["error"]["code"] == "previous_response_not_found"
         assert (await site.client.get(f"{PATH}/{id}", headers=mine)).status_code == 200
+
+
+# ---------------------------------------------------------------- bodies that readers of JSON differ about
+HALVES = [r"cut \ud83d", r"\udc00 at once", r"both \ud83d\ude00 and \uD83D"]
+
+
+@pytest.mark.parametrize("text", HALVES)
+async def test_half_an_emoji_costs_no_conversation(tmp_path: Path, text: str) -> None:
+    async with keeping(tmp_path) as site:
+        first = await respond(site, "My name is Ada. " * 20, store=True)
+
+        async def sent(**fields: Any) -> Any:
+            body = json.dumps({"model": MODEL, "input": "INPUT"} | fields).replace("INPUT", text)
+            return await site.client.post(PATH, content=body, headers={"content-type": "application/json"})
+
+        second = await sent(previous_response_id=first["id"])
+        assert second.status_code == 200
+        assert second.json()["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+        third = await sent(previous_response_id=second.json()["id"])
+        assert third.json()["usage"]["input_tokens"] > second.json()["usage"]["input_tokens"]
+        unknown = await sent(previous_response_id="resp_" + 24 * "0")
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "previous_response_id")
+        listed = await site.client.get(f"{PATH}/{first['id']}/input_items")
+        reference = {"type": "item_reference", "id": listed.json()["data"][0]["id"]}
+        assert (await sent(input=[reference, {"role": "user", "content": "INPUT"}])).status_code == 200
+
+
+@pytest.mark.parametrize("mark", ["", r"\u0041", "item_reference", "previous_response_id"])
+@pytest.mark.parametrize("depth", [260, 500, 1200, 20_000])
+async def test_what_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int, mark: str) -> None:
+    deep = depth * '{"a":' + "1" + depth * "}"
+    said = f'{{"role":"user","content":"{mark}"'
+    async with keeping(tmp_path) as site:
+        for path, name in ((PATH, "input"), ("/v1/chat/completions", "messages")):
+            for rest in (f'{said},"foo":{deep}}}]', f'{said}}}],"foo":{deep}'):
+                content = f'{{"store":true,"{name}":[{rest}}}'
+                answer = await site.client.post(path, content=content, headers={"content-type": "application/json"})
+                assert answer.status_code in (200, 400), answer.text
+                if answer.status_code == 400:
+                    assert "nested too deeply" in answer.text
+
+
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "123456789012345678901234567890"])
+async def test_a_number_out_of_range_is_no_matter_beside_a_reference(tmp_path: Path, value: str) -> None:
+    async with keeping(tmp_path) as site:
+        first = await respond(site, store=True)
+        item = f'{{"role":"user","content":"item_reference","x":{value}}}'
+        content = f'{{"previous_response_id":"{first["id"]}","input":[{item}]}}'
+        answer = await site.client.post(PATH, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
