@@ -45,6 +45,20 @@ async def test_any_of_several_keys_opens_and_nothing_else_does(tmp_path: Path) -
         assert await status(site) == 401
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer another", "X_Api_Key": "secret-1"},
+        {"Authorization": "Bearer secret-1", "X_Api_Key": "another"},
+        {"Authorization": "Basic another", "X_Api_Key": "secret-1"},
+    ],
+)
+async def test_either_of_two_headers_may_have_the_key(headers: dict[str, str]) -> None:
+    async with run_server(api_key="secret-1") as site:
+        assert await status(site, **headers) == 200
+        assert await status(site, **{name: value.replace("secret-1", "x") for name, value in headers.items()}) == 401
+
+
 async def test_a_missing_key_is_an_error_that_sdks_understand() -> None:
     async with run_server(api_key="secret-1") as site:
         answer = await site.chat()
