@@ -206,16 +206,18 @@ def test_however_the_text_is_cut_nothing_differs_and_nothing_is_lost(
         assert plain.content == (text if follows else text.replace(CODE, ""))
 
 
+# Without the tag, which this tokenizer knows by its spelling alone: it is one in a string, too.
+WORDS = st.text().filter(lambda word: CODE not in word)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=8,
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["f", "get-time", "für"]), st.dictionaries(st.text(), VALUES, max_size=3))),
+    st.lists(st.tuples(st.sampled_from(["f", "get-time", "für"]), st.dictionaries(WORDS, VALUES, max_size=3))),
     st.sampled_from(["; ", "\n", ";\n"]),
     st.booleans(),
     st.sampled_from([None, 2]),
