@@ -45,6 +45,10 @@ _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*$", re.IGNORECASE)
 _ORIGIN = re.compile(r"\*|null|file://|[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[^\s/:@?#*\[\]]+)(?::(?:\d{1,5}|\*))?")
 _HOST_NAME = re.compile(r"\*|[^\s/:@?#*\[\]]+")
 
+_OFF = frozenset({"off", "false", "no", "0", "none", "disabled"})
+_ON = frozenset({"on", "true", "yes", "1", "enabled"})
+MOST = 2**63 - 1
+
 SECRETS = {"api_key", "api_key_file"}
 Names = list[str]
 
@@ -215,11 +219,30 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
             return user_path(value)
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _in_64_bits(cls, value: object) -> object:
+        """MLX and SQLite take no larger number."""
+        if isinstance(value, int) and abs(value) > MOST:
+            raise ValueError(f"it is beyond {MOST}")
+        return value
+
     @field_validator("guard", "spare_engine", mode="before")
     @classmethod
     def _on_off(cls, value: object) -> object:
         if isinstance(value, str):
-            return {"on": True, "off": False}.get(value, value)
+            return {"on": True, "off": False}.get(value.strip().lower(), value)
+        return value
+
+    @field_validator("journal", mode="before")
+    @classmethod
+    def _off_or_file(cls, value: object) -> object:
+        """A switch's word must not become a file with what people wrote in it."""
+        word = str(value).strip().lower()
+        if isinstance(value, str) and word in _OFF:
+            return "off"
+        if isinstance(value, str) and word in _ON:
+            raise ValueError(f"{value!r} is neither a file, such as ./{word}, nor off; without the option it is on")
         return value
 
     @field_validator("model_alias", "api_key", "cors_origins", "allowed_hosts", mode="before")
@@ -227,6 +250,14 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
             return [part.strip() for part in value.split(",") if part.strip()]
+        return value
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _some_key(cls, value: object) -> object:
+        """What was meant to protect the server must not leave it open. Runs before the text is split."""
+        if isinstance(value, str) and not value.replace(",", "").strip():
+            raise ValueError("it holds no key")
         return value
 
     @field_validator("cors_origins")

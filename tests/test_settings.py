@@ -444,3 +444,36 @@ def test_a_foreign_option_is_never_taken_for_one_that_has_no_word_of_it():
                 cli.parse([name, flag, "x"])
             words = set(str(refused.value).partition("; ")[2].split()[3].strip("-?").split("-"))
             assert f"unknown option {flag}; it is " in str(refused.value) or words & set(flag.strip("-").split("-"))
+
+
+# ---------------------------------------------------------------- words that must not be taken for something else
+@pytest.mark.parametrize("word", ["off", "OFF", " Off ", "false", "False", "no", "0", "none"])
+def test_a_journal_that_is_switched_off_is_no_file(monkeypatch, word):
+    assert load({"journal": word}).journal == "off"
+    monkeypatch.setenv("MARATHON_JOURNAL", word)
+    assert load({}).journal == "off"
+
+
+@pytest.mark.parametrize("word", ["on", "TRUE", "yes", "1"])
+def test_a_journal_that_is_switched_on_by_a_word_is_refused(word):
+    assert "neither a file" in refusal({"journal": word})
+    assert load({"journal": f"./{word}"}).journal == Path(word)
+
+
+@pytest.mark.parametrize("words", [" , ", ",", "   ", ",,,"])
+def test_keys_of_commas_and_blanks_leave_no_server_open(monkeypatch, words):
+    assert "holds no key" in refusal({"api_key": words})
+    monkeypatch.setenv("MARATHON_API_KEY", words)
+    assert "holds no key" in refusal({})
+
+
+def test_a_number_beyond_64_bits_is_refused_before_anything_starts():
+    for name, field in Settings.model_fields.items():
+        if int in (field.annotation, *get_args(field.annotation)):
+            word = "99999999999TB" if name in SIZES else str(2**64)
+            assert option(name) in refusal({name: word}) or name in refusal({name: word})
+
+
+def test_switches_know_their_words_in_any_case():
+    for word, is_on in (("ON", True), ("Off", False), (" on ", True)):
+        assert load({"guard": word}).guard is is_on

@@ -8,6 +8,7 @@ the log. Text lines are for people, JSON lines for machines; both show the facts
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -158,6 +159,14 @@ def _thread_ended(fault: Any) -> None:
 
 
 # ---------------------------------------------------------------- lines past the log
+class _LossyHandler(logging.StreamHandler[TextIO]):
+    """Loses the lines that can't be written: its complaint would come back as a line to write, and so for ever."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # logging has that name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 class StrayLines:
     """Makes JSON of what this process, its libraries and its children write to the descriptor of stderr.
 
@@ -171,7 +180,8 @@ class StrayLines:
         self._out = open(self._real, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
         root = logging.getLogger()
         self._before = list(root.handlers)
-        self._handler = handler("json", self._out)
+        self._handler = _LossyHandler(self._out)
+        self._handler.setFormatter(JsonLines())
         root.handlers[:] = [self._handler]
         ours, theirs = os.pipe()
         os.dup2(theirs, 2)
@@ -188,7 +198,8 @@ class StrayLines:
         self._thread.join(1.0)
         logging.getLogger().handlers[:] = self._before
         if not self._thread.is_alive():
-            self._out.close()
+            with contextlib.suppress(OSError):
+                self._out.close()
             os.close(self._real)
 
     def _read(self) -> None:
@@ -215,6 +226,8 @@ class StrayLines:
         try:
             self._out.write(line + "\n")
             self._out.flush()
+        except OSError:
+            pass  # as in the handler
         finally:
             self._handler.release()
 

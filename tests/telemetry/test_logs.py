@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -95,3 +96,32 @@ def test_what_ends_a_start_is_json_too(arguments):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout=60)
     assert done.returncode == 2
     assert parsed(done.stderr.splitlines())[-1]["level"] == "critical"
+
+
+LOST = """
+import logging, os, sys
+from server.telemetry import logs
+
+logs.configure("info", "json")
+with logs.StrayLines():
+    for number in range(3000):
+        logging.getLogger("marathon").info("line %d of a log that nobody reads", number)
+        os.write(2, b"from a library\\n" + b'{"of": "an engine"}\\n')
+        print("printed", file=sys.stderr)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("place", ["a pipe without a reader", "a full disk"])
+def test_a_log_that_cannot_be_written_loses_lines_and_nothing_else(place: str) -> None:
+    reader, writer = os.pipe()
+    if place == "a full disk":
+        if not Path("/dev/full").exists():
+            pytest.skip("this system has no device that is always full")
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
+    os.close(reader)
+    command = [sys.executable, "-P", "-c", LOST]
+    done = subprocess.run(command, stdout=-1, stderr=writer, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout=60)
+    os.close(writer)
+    assert done.stdout == b"went on\n"
