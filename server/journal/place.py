@@ -59,6 +59,30 @@ class Lock:
             self._file = None
 
 
+class Whereabouts:
+    """Whether the file that a connection writes to is still the one at its path."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._path = str(connection.execute("PRAGMA database_list").fetchone()[2])
+        self._file = self._there()
+
+    def check(self) -> None:
+        """Raises FileGone once the file was deleted or moved: SQLite writes on, where no server looks later."""
+        if self._there() != self._file:
+            raise FileGone("the file was deleted or moved while the server ran; start the server again")
+
+    def _there(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+class FileGone(sqlite3.OperationalError):
+    """What is written to the open file can't be found again."""
+
+
 def is_locked(path: Path) -> bool:
     """Whether a server uses the journal now."""
     lock = Lock(path)

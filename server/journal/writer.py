@@ -83,6 +83,7 @@ class Writer:
         self.bytes = tables.used_bytes(connection)
         self.stored = reading.counts(connection)
         self._connection = connection
+        self._whereabouts = place.Whereabouts(connection)
         self._counts = counts
         self._faults = faults
         self._expiry = expiry
@@ -192,6 +193,7 @@ class Writer:
         self._hand_back([(job, result, None) for job, result in zip(jobs, results, strict=True)], seconds)
 
     def _commit(self, jobs: list[Job]) -> list[Any]:
+        self._whereabouts.check()
         results: list[Any] = []
         tables.transaction(self._connection, lambda: self._apply(jobs, results))
         self._faults.after()
@@ -250,10 +252,13 @@ class Writer:
         try:
             if now >= self._housekeeping_at and not self._closing:
                 self._housekeeping_at = now + HOUSEKEEPING_SECONDS
+                self._whereabouts.check()
                 self._expire(now)
             if self._changes and now >= self._count_at:
                 self._count_at = now + COUNT_SECONDS
                 self._count()
+        except place.FileGone as error:
+            self._failed([], error)
         except sqlite3.Error as error:
             log.warning("the journal can't be tidied: %s", _words(error))
 
@@ -269,6 +274,8 @@ class Writer:
 
 
 def _is_of_the_file(error: Exception) -> bool:
+    if isinstance(error, place.FileGone):
+        return True
     return isinstance(error, sqlite3.Error) and any(part in place.error_name(error) for part in _OF_THE_FILE)
 
 

@@ -196,6 +196,46 @@ async def test_a_full_disk_refuses_new_work_and_harms_no_answer_under_way(tmp_pa
     assert len(lines) == 2, "one when it begins and one when it is over"
 
 
+@pytest.mark.parametrize("way", ["deleted", "moved", "replaced", "its folder moved"])
+async def test_a_file_that_is_gone_takes_no_new_work_and_harms_no_answer_under_way(tmp_path, caplog, way: str):
+    folder, aside = tmp_path / "here", tmp_path / "aside"
+    folder.mkdir()
+    path = folder / "j.db"
+    async with opened(path) as journal:
+        await journal.add(record())
+        log = journal.tokens("resp_1")
+        await append(log, [0])
+        if way == "its folder moved":
+            folder.rename(aside)
+        else:
+            for part in list(folder.iterdir()):
+                part.rename(tmp_path / part.name)
+                if way == "deleted":
+                    (tmp_path / part.name).unlink()
+        if way == "replaced":
+            path.write_bytes(b"")
+        with pytest.raises(JournalUnavailable, match="deleted or moved"):
+            await journal.add(record("resp_2"))
+        assert not journal.is_on
+        await append(log, [1])
+        if way == "its folder moved":
+            aside.rename(folder)
+            await until(lambda: journal.is_on, 5)
+            await journal.add(record("resp_3"))
+    assert caplog.text.count("the journal can't be written") == 1
+    if way == "its folder moved":
+        async with opened(path) as journal:
+            assert (await journal.ids("resp_1"))[0].tokens == [0, 1]
+
+
+async def test_an_idle_journal_notices_that_its_file_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr("server.journal.writer.HOUSEKEEPING_SECONDS", 0.05)
+    async with opened(tmp_path / "j.db") as journal:
+        assert journal.is_on
+        (tmp_path / "j.db").unlink()
+        await until(lambda: not journal.is_on, 5)
+
+
 async def test_a_start_on_a_full_disk_needs_no_room_where_there_is_nothing_to_fail(tmp_path, caplog):
     async with opened(tmp_path / "j.db") as journal:
         await journal.add(record())
