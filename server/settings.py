@@ -47,7 +47,7 @@ _HOST_NAME = re.compile(r"\*|[^\s/:@?#*\[\]]+")
 
 _OFF = frozenset({"off", "false", "no", "0", "none", "disabled"})
 _ON = frozenset({"on", "true", "yes", "1", "enabled"})
-MOST = 2**63 - 1
+_MOST = 2**63 - 1
 
 SECRETS = {"api_key", "api_key_file"}
 Names = list[str]
@@ -223,8 +223,8 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
     @classmethod
     def _in_64_bits(cls, value: object) -> object:
         """MLX and SQLite take no larger number."""
-        if isinstance(value, int) and abs(value) > MOST:
-            raise ValueError(f"it is beyond {MOST}")
+        if isinstance(value, int) and abs(value) > _MOST:
+            raise ValueError(f"it is beyond {_MOST}")
         return value
 
     @field_validator("guard", "spare_engine", mode="before")
@@ -238,10 +238,12 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
     @classmethod
     def _off_or_file(cls, value: object) -> object:
         """A switch's word must not become a file with what people wrote in it."""
-        word = str(value).strip().lower()
-        if isinstance(value, str) and word in _OFF:
+        if not isinstance(value, str):
+            return value
+        word = value.strip().lower()
+        if word in _OFF:
             return "off"
-        if isinstance(value, str) and word in _ON:
+        if word in _ON:
             raise ValueError(f"{value!r} is neither a file, such as ./{word}, nor off; without the option it is on")
         return value
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 
-_ODD = r"[^\x00-\x07\x0b\x0e-\x1f]"  # what JSON doesn't write as \u00XX
+_WRITTEN = r"[^\x00-\x07\x0b\x0e-\x1f]"  # what JSON doesn't write as \u00XX
+_BEGINS = re.compile(r"\[\^?\]?")  # of a class: a bracket that closes nothing is in it
 _ATOM = r"(?:\\.|[^\\])"
 _ITEM = re.compile(rf"({_ATOM})(?:-({_ATOM}))?", re.DOTALL)
 _PRINTED = re.compile(r"""(?:[^\\\[\]&~\x00-\x1f]|\\[dwstnrf.,:;@#%&~'"`=<>!\-/+*?(){}\[\]^$|\\_ ])+""")
@@ -43,7 +44,7 @@ def _end(pattern: str, start: int) -> int:
             position += 1
         elif char == "[":
             depth += 1
-            position += len(re.match(r"\^?\]?", pattern[position + 1 :])[0])  # type: ignore[index]  # matches anything
+            position += len(_begin(pattern, position)) - 1
         elif char == "]":
             depth -= 1
             if not depth:
@@ -52,10 +53,16 @@ def _end(pattern: str, start: int) -> int:
     return len(pattern)
 
 
+def _begin(pattern: str, start: int) -> str:
+    found = _BEGINS.match(pattern, start)
+    assert found is not None
+    return found[0]
+
+
 def _cut_down(part: str) -> str:
     if not part.startswith("[") or not part.endswith("]") or _is_right(part[1:-1]):
         return part
-    return f"[{part}&&{_ODD}]"
+    return f"[{part}&&{_WRITTEN}]"
 
 
 def _is_right(inside: str) -> bool:

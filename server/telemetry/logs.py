@@ -114,9 +114,18 @@ def configure(level: str = "info", form: str = "text", process: str = "") -> Non
     threading.excepthook = _thread_ended
 
 
+class _LossyHandler(logging.StreamHandler[TextIO]):
+    """Loses the lines that can't be written. Where stderr is passed on as `StrayLines` does, a complaint of them would
+    come back as one more line to write, and so for ever."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # logging has that name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def handler(form: str, stream: TextIO, process: str = "") -> logging.Handler:
     """Writes records to `stream`, as `text` or `json`."""
-    made = logging.StreamHandler(stream)
+    made = _LossyHandler(stream)
     made.setFormatter(_lines(form, stream)(process))
     return made
 
@@ -159,14 +168,6 @@ def _thread_ended(fault: Any) -> None:
 
 
 # ---------------------------------------------------------------- lines past the log
-class _LossyHandler(logging.StreamHandler[TextIO]):
-    """Loses the lines that can't be written: its complaint would come back as a line to write, and so for ever."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # logging has that name
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
-
-
 class StrayLines:
     """Makes JSON of what this process, its libraries and its children write to the descriptor of stderr.
 
@@ -180,8 +181,7 @@ class StrayLines:
         self._out = open(self._real, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
         root = logging.getLogger()
         self._before = list(root.handlers)
-        self._handler = _LossyHandler(self._out)
-        self._handler.setFormatter(JsonLines())
+        self._handler = handler("json", self._out)
         root.handlers[:] = [self._handler]
         ours, theirs = os.pipe()
         os.dup2(theirs, 2)

@@ -102,11 +102,10 @@ class Keys:
         if scheme.lower() == "bearer":
             given.insert(0, digest(key.strip()))  # an agent may send its own token here, and ours in the other
         # Every key is compared, each in constant time: the answer's timing says nothing about any of them.
-        matches = [sum(hmac.compare_digest(one, known) for known in self._digests) > 0 for one in given]
-        if True not in matches:
-            return False
-        scope[OWNER] = given[matches.index(True)].hex()
-        return True
+        accepted = [one for one in given if sum(hmac.compare_digest(one, known) for known in self._digests)]
+        if accepted:
+            scope[OWNER] = accepted[0].hex()
+        return bool(accepted)
 
 
 class Cors(CORSMiddleware):
