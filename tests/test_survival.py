@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,6 +159,31 @@ async def test_a_poison_request_ends_alone(site: Site) -> None:
         assert "isn't tried again" in poison.error["message"]
     fresh = await ask(site.port, site.expected[0].body)
     assert fresh.tokens == site.expected[0].tokens
+
+
+async def test_a_stream_waits_for_its_model_where_another_was_put_in_its_place(tiny: Any, tmp_path: Path) -> None:
+    """And no other model goes on with it."""
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    body = completion([100, 101], 400)
+    options = {"access_log": "off", "log_level": "error", "spare_engine": False}
+    with harness.marathon(folder, tmp_path / "log", **options) as server:
+        expected, account = await ask(server.port, body), Account(body)
+        stream = asyncio.create_task(ask(server.port, body, account))
+        async with asyncio.timeout(60):
+            while not account.arrivals:
+                await asyncio.sleep(0.005)
+        engine = server.engine_pid()
+        assert engine is not None
+        weights.write_bytes(content[: -len(content) // 2] + bytes(reversed(content[-len(content) // 2 :])))
+        os.kill(engine, signal.SIGKILL)
+        async with httpx.AsyncClient(trust_env=False, verify=False) as client, asyncio.timeout(60):
+            while "model.safetensors" not in (await client.get(f"http://127.0.0.1:{server.port}/ready")).text:
+                await asyncio.sleep(0.05)
+        weights.write_bytes(content)
+        assert (await asyncio.wait_for(stream, 60)).tokens == expected.tokens
+    assert "its files have changed since the server loaded it: model.safetensors" in (tmp_path / "log").read_text()
 
 
 # ---------------------------------------------------------------- the clients go

@@ -72,6 +72,7 @@ def announce(epoch: int, loaded: LoadedModel, residency: Residency, seconds: flo
         buffer_limit=source.limit,
         memory_limit=residency.memory_limit,
         device_memory=device_memory(),
+        files=loaded.files,
     )
 
 

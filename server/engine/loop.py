@@ -413,6 +413,7 @@ def open_loop(
         on_stage=heartbeat.enter,
         trials=trials,
         on_read=heartbeat.note_weights,
+        files=start.files,
     )
     if opening is not None:
         opening.learn(loaded.model, batches=loaded.batches)

@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -26,10 +26,11 @@ from server.cache_guard import cache_arrays, parts, pinned_bytes
 from server.compute import merged_caches as together
 from server.compute.merged_caches import merged, read_together, taken_apart
 from server.errors import StartupError, one_line
-from server.ipc.messages import LOADING
+from server.ipc.messages import LOADING, FileStates
 from server.ipc.probe import GROWTH, LARGEST_CHUNK, LayerCost, Probe, ReadsTogether
 from server.model_files import model_config
 from server.model_files.generation_config import without_broken
+from server.model_files.same_files import file_states, require_same
 from server.model_files.stumbles import in_words
 from server.model_files.trial_results import TrialResults
 from server.model_files.weights import only_weights
@@ -56,6 +57,7 @@ class LoadedModel:
     context: int
     weights_bytes: int
     probe: Probe
+    files: FileStates = field(default_factory=dict)
 
     def row_bytes(self, length: int) -> int:
         """Bytes of one row's caches at `length` positions."""
@@ -93,20 +95,25 @@ def load(
     on_stage: Callable[[str], None],
     trials: TrialResults[Probe] | None = None,
     on_read: Callable[[int, int], None] = lambda done, total: None,
+    files: FileStates | None = None,
 ) -> LoadedModel:
     """Load the model in the folder `path`, and try it out unless an earlier engine's `probe`, or a trial that was kept,
     shows how it behaves.
 
     `on_stage` hears of each stage begun, `on_read` of the bytes that are read and their total. Raises StartupError with
-    one sentence when the folder holds no model that mlx-lm can run.
+    one sentence when the folder holds no model that mlx-lm can run, or another one than that of `files`, which an
+    earlier engine loaded: answers that were begun with one model aren't gone on with by another.
     """
     on_stage(LOADING)
     if fault := model_config.fault(path, typed=True):
         raise StartupError(f"can't load the model in {path}: {fault}")
     try:
         with without_broken(path) as sound, only_weights(sound) as folder:
+            found = file_states(path, files)
+            require_same(files or found, found, "since the server loaded it", "; put them back, or start it anew")
             model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
             weights = read_weights(model, on_read)
+            require_same(found, file_states(path, found), "while it was loaded")
     except Exception as error:
         raise StartupError(f"can't load the model in {path}: {in_words(error, 'mlx-lm')}") from error
     if probe is None:
@@ -115,7 +122,7 @@ def load(
         except Exception as error:
             raise StartupError(f"the model in {path} loads but doesn't run: {one_line(error)}") from error
         mx.clear_cache()
-    return LoadedModel(model, config, model_config.context_of(path), weights, probe)
+    return LoadedModel(model, config, model_config.context_of(path), weights, probe, found)
 
 
 def read_weights(model: nn.Module, on_read: Callable[[int, int], None]) -> int:

@@ -24,6 +24,9 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     model_path: str
 
 
+FileStates = dict[str, tuple[str, str]]  # by a file's name: what `stat` says of it, and a digest of samples of it
+
+
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """The first command of an engine's life. Settings travel here and not in argv, where `ps` shows them."""
 
@@ -31,6 +34,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     model_path: str
     settings: str  # Settings as JSON
     probe: Probe | None = None  # of an earlier engine
+    files: FileStates | None = None  # that an earlier engine loaded; with others this one ends
 
 
 class Learn(msgspec.Struct, frozen=True, tag="learn"):
@@ -101,6 +105,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", omit_defaults=True):
     buffer_limit: int | None = None
     memory_limit: int = 0  # bytes that admission plans with; 0: unknown
     device_memory: int = 0
+    files: FileStates = {}  # that make the model, as they were read
 
     @property
     def vocab_size(self) -> int:

@@ -48,7 +48,7 @@ _TOKENIZER = (  # beginnings of the names of JSON and Python files that say noth
 def answer_fingerprint(folder: Path) -> str:
     """Digest all that decides which tokens a model draws and what they say, the weights by samples. Raises OSError."""
     whole = ((path.name, path.read_bytes()) for path in _found(folder, (*_CONFIGURATION, *_TEXT)))
-    sampled = ((path.name, b"".join(_samples(path))) for path in _found(folder, _WEIGHTS))
+    sampled = ((path.name, b"".join(samples(path))) for path in _found(folder, _WEIGHTS))
     return _fingerprint([*whole, *sampled])
 
 
@@ -76,7 +76,8 @@ def _fingerprint(parts: Iterable[tuple[str, bytes]]) -> str:
     return total.hexdigest()[:HEX_DIGITS]
 
 
-def _samples(path: Path) -> Iterator[bytes]:
+def samples(path: Path) -> Iterator[bytes]:
+    """The size of a file and pieces of it, spread from its head to its end: all of a small one. Raises OSError."""
     size = path.stat().st_size
     yield str(size).encode()
     with path.open("rb") as file:

@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+import msgspec
+
 from server.errors import FatalPrompt, GenerationError, NotReady
 from server.ipc import messages
 from server.ipc.sequence import TokenTable
@@ -149,9 +151,7 @@ class EngineLifecycle:
             return self._start_failed(f"no process can be started: {error}")
         self.connection = connection = EngineConnection(engine, self.epoch, self._on_event)
         try:
-            probe = self.known.probe if self.known else None  # the model is the same; what it costs is known
-            settings = self._settings.for_a_process()
-            connection.send(messages.Start(self.epoch, self._model_path, settings, probe))
+            connection.send(self._start())
             if self._tokens is not None:
                 connection.send(messages.Learn(self.epoch, self._tokens))
             if self._stopped.is_set():  # meanwhile
@@ -163,6 +163,14 @@ class EngineLifecycle:
             finally:  # never a second engine beside what is left of this one
                 status = await connection.bury(BURY_SECONDS)
         return self._account(connection, was_ready, describe_exit(status))
+
+    def _start(self) -> messages.Start:
+        """What the next engine is to load: after a first one the same model, whose costs are known."""
+        settings = self._settings.for_a_process()
+        start = messages.Start(self.epoch, self._model_path, settings)
+        if self.known is not None:
+            start = msgspec.structs.replace(start, probe=self.known.probe, files=self.known.files or None)
+        return start
 
     def learn(self, tokens: TokenTable) -> None:
         """Give this engine and all later ones the table of tokens."""

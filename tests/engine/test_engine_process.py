@@ -1,6 +1,7 @@
 """A real engine process at the other end of a socketpair."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,7 +42,7 @@ PATIENCE = 120  # seconds; a busy machine starts a process slowly
 class Engine:
     """The server's side, as plain as can be."""
 
-    def __init__(self, folder, *, probe=None, epoch=EPOCH, spare=False, **settings):
+    def __init__(self, folder, *, probe=None, files=None, epoch=EPOCH, spare=False, **settings):
         self.epoch, self.deadline = epoch, time.monotonic() + PATIENCE
         self.socket, theirs = socket.socketpair()
         self.process = subprocess.Popen(
@@ -58,7 +59,8 @@ class Engine:
         if spare:
             self.prepare(folder)
         values = {"log_level": "error"} | settings
-        self.send(Start(epoch, str(folder), load(values).model_dump_json(exclude={"api_key", "api_key_file"}), probe))
+        dumped = load(values).model_dump_json(exclude={"api_key", "api_key_file"})
+        self.send(Start(epoch, str(folder), dumped, probe, files))
 
     def send(self, *messages):
         self.socket.sendall(b"".join(map(pack, messages)))
@@ -272,6 +274,22 @@ def test_the_engine_of_the_next_start_knows_what_the_model_showed(start, tmp_pat
     third = start(cache_dir=tmp_path, epoch=1)
     assert third.ready().probe.batching == probe.batching
     assert TRIAL in {event.stage for _, event in third.progress}
+
+
+def test_a_later_engine_loads_no_other_model_than_the_first(start, tiny, tmp_path):
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    first = start(folder=folder).ready()
+    assert set(first.files) == {"config.json", "model.safetensors"}
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-2] + b"\0\0")
+    second = start(folder=folder, probe=first.probe, files=first.files, epoch=4)
+    while not isinstance(event := second.event(), LoadFailure):
+        assert isinstance(event, Progress)
+    assert "its files have changed since the server loaded it: model.safetensors" in event.message
+    assert second.rest() == 2
+    weights.write_bytes(content)
+    assert start(folder=folder, probe=first.probe, files=first.files, epoch=5).ready().probe == first.probe
 
 
 def test_a_folder_without_a_model_is_reported_and_ends_with_2(start, tmp_path):

@@ -7,6 +7,7 @@ Event-loop thread only. Every id is looked up together with its owner: another's
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -186,7 +187,7 @@ class StoredAnswers:
         return await self._served.prepare(self._preparations[record.kind], record.body, bounds, identity)
 
     async def _known_fingerprint(self) -> str:
-        """Of the served model."""
+        """Of the served model, as it was when this was asked first, at the start: its files may be replaced later."""
         if not self._fingerprint:
             self._fingerprint = await asyncio.to_thread(answer_fingerprint, self._served.tokenizer.folder)
         return self._fingerprint
@@ -197,6 +198,8 @@ class StoredAnswers:
         it has failed."""
         if not self.journal.is_on:
             return
+        with contextlib.suppress(OSError):  # it is asked for again where it is needed
+            await self._known_fingerprint()
         try:
             await self.journal.fail_foreground(LOST)
             records = await self.journal.unfinished()
