@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib.util
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from server.telemetry.progress_bar import ProgressBar, is_terminal
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep a connection, so that none is closed under a request
 LOOK_SECONDS = 0.2  # between two looks for a first engine, once some have failed to start
 CLOSE_SECONDS = 3  # for the last bytes of requests and answers, once nothing generates any more
+UNFINISHED = "ended before the model was loaded"
 
 log = logging.getLogger("marathon")
 
@@ -111,7 +113,7 @@ class Server(uvicorn.Server):
             self.failure = error
             self.should_exit = True
         except (Draining, StartupInterrupt):
-            log.info("ended before the model was loaded")
+            log.info("%s", UNFINISHED)
         except Exception as error:  # a fault of the program must not leave a server that waits for ever
             log.exception("the start failed")
             self.failure = StartupError(f"the start failed: {type(error).__name__}: {error}")
@@ -198,3 +200,7 @@ def _serve(settings: Settings) -> None:
         running.run(sockets=sockets)
     if running.failure is not None:
         raise running.failure
+    if entrance.is_busy:
+        log.info("%s", UNFINISHED)
+        logging.shutdown()
+        os._exit(0)  # Python's own end would abort: it takes away under an import what the C++ of a module stands on

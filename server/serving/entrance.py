@@ -181,6 +181,11 @@ class Entrance:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, _LEAVE_SECONDS)
 
+    @property
+    def is_busy(self) -> bool:
+        """The thread still works, which nothing can end: it may be anywhere in an import."""
+        return self._thread is not None and self._thread.is_alive()
+
     def _refuse(self, fault: RequestError) -> None:
         if self._app is None:
             self._fault = fault

@@ -386,3 +386,31 @@ async def test_a_start_in_a_terminal_ends_with_lines_and_no_rest_of_the_bar(tiny
     assert "s so far\n" not in drawn, "the bar is no line"
     screen = Screen(drawn.replace("\r\n", "\n"))
     assert all(re.match(r"\d{4}-\d\d-\d\d ", line) for line in screen.lines() if line)
+
+
+BUSY_ENTRANCE = """
+import atexit, signal, sys, time
+from server import cli
+from server.serving import entrance
+
+def make(self, loop):
+    signal.raise_signal(signal.SIGTERM)
+    time.sleep(60)
+
+atexit.register(print, "Python ended")
+entrance._LEAVE_SECONDS = 0.1
+entrance.Entrance._make = make
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_signal_while_a_thread_still_imports_ends_well(tiny, empty_home, form):
+    """Python's own end would pull the ground from under that thread, and some of them abort."""
+    arguments = ["serve", "--port", "0", "--journal", "off", "--log-format", form, "--model", str(tiny("llama"))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(empty_home)}
+    ended = subprocess.run(
+        [sys.executable, "-c", BUSY_ENTRANCE, *arguments], capture_output=True, text=True, env=environment, timeout=50
+    )
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert "ended before the model was loaded" in ended.stderr
