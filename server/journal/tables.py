@@ -128,6 +128,11 @@ def version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
+def write_nothing(connection: sqlite3.Connection) -> None:
+    """Write the version that is there: a page of the file, with nothing in it that is new. Raises sqlite3.Error."""
+    connection.execute(f"PRAGMA user_version = {version(connection)}")
+
+
 def application(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA application_id").fetchone()[0])
 

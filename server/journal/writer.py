@@ -6,7 +6,8 @@ part of one core however quickly tokens come; a job that a caller waits for ends
 loop and their results are called back there.
 
 When nothing can be written, jobs that were marked as kept wait and are tried again each second, in their order; others
-fail. A token that can't be written is handed on all the same: an answer under way isn't harmed by a full disk.
+fail. Where none waits, a write that changes nothing is tried: who stores by default doesn't ask meanwhile. A token that
+can't be written is handed on all the same: an answer under way isn't harmed by a full disk.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Writer:
         while (jobs := self._take()) is not None:
             if jobs:
                 self._write(jobs)
-            elif self._backlog:
+            elif self.fault is not None and time.monotonic() >= self._retry_at:
                 self._retry()
             self._keep_house()
         if self._backlog:
@@ -152,7 +153,7 @@ class Writer:
         due = self._housekeeping_at
         if self._changes:
             due = min(due, self._count_at)
-        if self._backlog:
+        if self.fault is not None:
             due = min(due, self._retry_at)
         return max(0.0, due - time.monotonic())
 
@@ -170,7 +171,7 @@ class Writer:
             self._retry()
 
     def _retry(self) -> None:
-        jobs = self._backlog
+        jobs = self._backlog or [Job(lambda connection, _: tables.write_nothing(connection), lambda *_: None)]
         self._backlog = []
         self._try(jobs)
 

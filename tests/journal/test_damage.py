@@ -228,6 +228,26 @@ async def test_a_file_that_is_gone_takes_no_new_work_and_harms_no_answer_under_w
             assert (await journal.ids("resp_1"))[0].tokens == [0, 1]
 
 
+@pytest.mark.parametrize("way", ["full", "deleted"])
+async def test_a_journal_that_nothing_waits_for_is_used_again_once_it_can_be(tmp_path, caplog, way: str):
+    """Who stores by default doesn't ask a journal that has a fault."""
+    path = tmp_path / "j.db"
+    caplog.set_level(logging.INFO)
+    async with opened(path, faults="full@commit:2*3" if way == "full" else "") as journal:
+        await journal.add(record())
+        if way == "deleted":
+            path.rename(tmp_path / "aside")
+        with pytest.raises(JournalUnavailable):
+            await journal.add(record("resp_2"))
+        assert not journal.is_on
+        if way == "deleted":
+            (tmp_path / "aside").rename(path)
+        await until(lambda: journal.is_on, 10)
+        await journal.add(record("resp_3"))
+    lines = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.INFO]
+    assert len(lines) == 2, "one when it begins and one when it is over"
+
+
 async def test_an_idle_journal_notices_that_its_file_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr("server.journal.writer.HOUSEKEEPING_SECONDS", 0.05)
     async with opened(tmp_path / "j.db") as journal:
