@@ -151,9 +151,8 @@ class Opening:
         place = self._place
         root = digest(fingerprint.encode(), layout.digest())
         own = place.home / root.hex()
-        folder.prepare(own)
-        folder.note_model(own, _shown(self._model))
-        store = Store(place.home, root, layout.everything, place.limit, place.disk)
+        shown = _shown(self._model)
+        store = Store(place.home, self._lock, shown, root, layout.everything, place.limit, place.disk)
         recovered = recover(store, layout, own)
         if recovered:
             log.info("the newest positions of %d rows are there", recovered)

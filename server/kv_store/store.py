@@ -2,7 +2,7 @@
 
 Owns the index and all access to the folder. The engine's main thread looks up, the reader's threads read, the writer's
 thread writes; one lock keeps the index whole, and no file is opened while it is held. Whatever doesn't fit is dropped
-with one line in the log: it is then read by prefill.
+with one line in the log: it is then read by prefill. A folder that is deleted or moved away meanwhile is made again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from threading import Lock
 
 from server.kv_store.counts import Counts
 from server.kv_store.files import folder, record
-from server.kv_store.files.folder import FILE_MODE, Name
+from server.kv_store.files.folder import FILE_MODE, FolderLock, Name
 from server.kv_store.files.index import Entry, Index, Route
 from server.kv_store.files.keys import KeyChain
 from server.kv_store.files.record import Buffer, DamagedFile, Head
@@ -44,22 +44,27 @@ class Disk:
 
 
 class Store:
-    """The kept caches of one model, in a folder that is shared with those of others. The folder's lock must be held."""
+    """The kept caches of one model, in a folder that is shared with those of others."""
 
     def __init__(
         self,
         home: Path,
+        lock: FolderLock,
+        model: str,
         root: bytes,
         everything: int,
         limit: int,
         disk: Disk | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """`limit`: bytes that all files in the folder `home` may take; `everything`: a bit for each of the model's
-        caches. Raises OSError if the folder can't be used."""
+        """`lock`: of the folder `home`, which is held; `model`: its name for people; `limit`: bytes that all files in
+        `home` may take; `everything`: a bit for each of the model's caches. Raises OSError if the folder can't be
+        used."""
         self.counts = Counts()
         self.root = root
         self._home = home
+        self._folder_lock = lock
+        self._model = model
         self._folder = home / root.hex()
         self._limit = limit
         self._disk = disk or Disk()
@@ -69,8 +74,11 @@ class Store:
         self._appended: _OpenFile | None = None
         self._is_nearly_full = False
         self._looks_again = 0.0
+        self._making = Lock()  # of the folder, anew
+        self._times_made = 0
         self._index = Index(root, everything)
-        folder.prepare(self._folder)
+        folder.note_model(self._folder, model)
+        self._device = home.stat().st_dev
         folder.sweep(home)
         for found in folder.files(home):
             entry = Entry(found.path, found.name, found.size, found.used)
@@ -184,6 +192,35 @@ class Store:
         self.counts.written_bytes += size
         self.counts.write_seconds += time.perf_counter() - began
 
+    def look(self) -> None:
+        """Where the folder was deleted or moved away, forget its files and make it again. Raises OSError where it can't
+        be made on the disk that it was on, or is another server's by now."""
+        if self._is_there():
+            return
+        with self._making:
+            if self._is_there():  # made by another thread meanwhile
+                return
+            self._forget_lost()
+            folder.prepare(self._home)
+            if self._home.stat().st_dev != self._device:
+                raise OSError(errno.ENODEV, f"the disk of {self._home} is gone")
+            if not self._folder_lock.is_there and not self._folder_lock.take_again():
+                raise OSError(errno.EBUSY, f"{self._home} is in use by another server")
+            folder.note_model(self._folder, self._model)
+            self._times_made += 1
+            log.warning("the folder %s was deleted or moved away; it is made again", self._folder)
+
+    def _is_there(self) -> bool:
+        return self._folder_lock.is_there and self._folder.is_dir()
+
+    def _forget_lost(self) -> None:
+        with self._lock:
+            written = [path for path, entry in self._index.entries.items() if entry.is_written]
+        lost = [path for path in written if not path.exists()]
+        with self._lock:
+            for path in lost:
+                self._index.drop(path)
+
     def append(self, path: Path, buffers: Sequence[Buffer]) -> None:
         """Write behind what is in a file of the folder that isn't found by what it stands for. Raises OSError, and then
         leaves the file as it was: what follows a record that was cut would never be read."""
@@ -201,9 +238,9 @@ class Store:
         self.counts.write_seconds += time.perf_counter() - began
 
     def _appended_to(self, path: Path) -> _OpenFile:
-        if self._appended is None or not self._appended.leads_to(path):
+        if self._appended is None or not self._appended.leads_to(path, self._times_made):
             self.end_appending()
-            self._appended = _OpenFile(path, _opened(path, os.O_APPEND))
+            self._appended = _OpenFile(path, self._times_made, self._opened(path, os.O_APPEND))
         return self._appended
 
     def end_appending(self) -> None:
@@ -214,8 +251,15 @@ class Store:
 
     def _write_out(self, path: Path, buffers: Sequence[Buffer]) -> None:
         self._need_room()
-        with _opened(path, os.O_TRUNC) as stream:
+        with self._opened(path, os.O_TRUNC) as stream:
             self._put(stream, buffers)
+
+    def _opened(self, path: Path, mode: int) -> io.FileIO:
+        try:
+            return _open(path, mode)
+        except FileNotFoundError:  # the folder has gone since it was looked at
+            self.look()
+            return _open(path, mode)
 
     def _put(self, stream: io.FileIO, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:
@@ -229,6 +273,7 @@ class Store:
         """Raises OSError where the disk is nearly full, or was when it was looked at."""
         now = time.monotonic()
         if now >= self._looks_again:
+            self.look()
             usage = shutil.disk_usage(self._home)
             self._is_nearly_full = usage.free < min(SPARE_BYTES, SPARE_SHARE * usage.total)
             self._looks_again = now + LOOK_SECONDS
@@ -284,18 +329,17 @@ class _OpenFile:
     """A file that is kept open, as one record after the other is appended."""
 
     path: Path
+    made: int  # how often the folder had been made again
     stream: io.FileIO
 
-    def leads_to(self, path: Path) -> bool:
+    def leads_to(self, path: Path, made: int) -> bool:
         """Whether it is the file with that path, and still there: the folder may have been cleared."""
-        return self.path == path and os.fstat(self.stream.fileno()).st_nlink > 0
+        return (self.path, self.made) == (path, made) and os.fstat(self.stream.fileno()).st_nlink > 0
 
     @property
     def size(self) -> int:
         return os.fstat(self.stream.fileno()).st_size
 
 
-def _opened(path: Path, mode: int) -> io.FileIO:
-    if not path.parent.is_dir():  # it was cleared meanwhile
-        folder.prepare(path.parent)
+def _open(path: Path, mode: int) -> io.FileIO:
     return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | mode | os.O_CLOEXEC, FILE_MODE), "wb")

@@ -6,6 +6,7 @@ can't keep up, is full or has had its share, a checkpoint is refused, and the ca
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,6 +24,7 @@ from server.kv_store.store import Store
 
 QUEUE_BYTES = 64 << 20  # at a slow disk's 50 MB/s a little over a second: what a death may cost on top
 PAUSE_SECONDS = 10.0  # after a failed write
+LOOK_SECONDS = 5.0  # between two looks at the folder while nothing is written
 
 log = logging.getLogger("marathon.engine")
 
@@ -138,15 +140,23 @@ class KVWriter:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._ending)
+                news = self._changed.wait_for(lambda: self._waiting or self._ending, LOOK_SECONDS)
                 if self._ending:
                     return
-                entry, record = self._waiting.popleft()
+                entry, record = self._waiting.popleft() if news else (None, None)
+            if entry is None or record is None:
+                self._look()
+                continue
             self._write(entry, record)
             self._after()
             with self._changed:
                 self._queued -= record.size
                 self._changed.notify_all()
+
+    def _look(self) -> None:
+        """So that what is shown of the folder is true while nothing is written; a write says why there can be none."""
+        with contextlib.suppress(OSError):
+            self._store.look()
 
     def _write(self, entry: Entry, record: QueuedFile) -> None:
         try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from driving import Rig, prompt
 from keeping import kept
-from mlx_lm.models.cache import make_prompt_cache
+from reading_prompts import reading
 
 from loadtests import disk_damage
 from server.cache_guard import cache_arrays
@@ -19,13 +19,6 @@ from server.kv_store.files.keys import BLOCK
 FAMILIES = ("llama", "qwen3_5")
 LENGTH = 2 * BLOCK + 60
 PATIENCE = 20.0
-
-
-def reading(model, tokens):
-    caches = make_prompt_cache(model)
-    model(mx.array([tokens]), cache=caches)
-    mx.eval(cache_arrays(caches))
-    return caches
 
 
 def arrays(caches):

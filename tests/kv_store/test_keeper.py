@@ -9,6 +9,7 @@ import pytest
 from driving import Rig, prompt, row
 from keeping import kept
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from reading_prompts import reading
 
 from server.cache_guard import cache_arrays, own_bytes, parts, pinned_bytes
 from server.kv_store.files import folder
@@ -18,16 +19,6 @@ from server.kv_store.layout import LeafLayout
 from server.kv_store.store import Disk
 
 FAMILIES = ["llama", "gemma3_text", "qwen3_5", "mamba2", "kimi_linear"]
-
-
-def reading(model, tokens, cuts=()):
-    """Caches after a prompt, read at once or in chunks that end at `cuts`."""
-    caches, first = make_prompt_cache(model), 0
-    for last in [*cuts, len(tokens)]:
-        model(mx.array([tokens[first:last]]), cache=caches)
-        mx.eval(cache_arrays(caches))
-        first = last
-    return caches
 
 
 def next_logits(model, caches):

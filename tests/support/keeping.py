@@ -8,6 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from server.kv_store.allowance import Allowance
 from server.kv_store.copies import CacheSource, put_back
+from server.kv_store.files.folder import FolderLock
 from server.kv_store.files.keys import digest
 from server.kv_store.keeper import Keeper
 from server.kv_store.reader import KVReader
@@ -25,7 +26,11 @@ class Kept:
     def __init__(self, model, home, *, limit=AMPLE, hourly=AMPLE, disk=None, batches=True, layout=None, name=b"model"):
         self.model = model
         self.layout = layout or learn(model, batches=batches)
-        self.store = Store(home, digest(name, self.layout.digest()), self.layout.everything, limit, disk)
+        home.mkdir(parents=True, exist_ok=True)
+        self.lock = FolderLock(home)
+        assert self.lock.take()
+        root = digest(name, self.layout.digest())
+        self.store = Store(home, self.lock, "a model", root, self.layout.everything, limit, disk)
         self.writer = KVWriter(self.store, Allowance.hourly(hourly))
         self.keeper = Keeper(self.store, self.writer, self.layout)
         self.reader = KVReader(self.store, self.layout)
@@ -54,6 +59,7 @@ class Kept:
     def close(self):
         self.reader.close()
         self.writer.close(PATIENCE)
+        self.lock.release()
 
 
 @contextmanager

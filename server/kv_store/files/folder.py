@@ -172,6 +172,26 @@ class FolderLock:
         self._file = file
         return True
 
+    def take_again(self) -> bool:
+        """The same where the file that was locked has gone from the folder."""
+        before = self._file
+        if not self.take():
+            return False
+        if before is not None:
+            os.close(before)
+        return True
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file that is locked still lies in the folder: without it, another process could take a lock."""
+        if self._file is None:
+            return False
+        try:
+            there = self._path.stat(follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(there, os.fstat(self._file))
+
     def release(self) -> None:
         """Let go of it; harmless if it isn't held."""
         if self._file is not None:
