@@ -26,6 +26,7 @@ from server.certify import certificate
 from server.commands import completion
 from server.commands import options as people
 from server.commands.completion import OfferedCommand, OfferedOption
+from server.config import open_files
 from server.config.sources import ENV_PREFIX, Sources, did_you_mean, option, refuse_undecoded, variable
 from server.errors import StartupError, joined_lines
 from server.settings import GROUPS, SIZE_UNITS, SIZES, Settings, in_words, load, load_from, read_sources
@@ -195,6 +196,7 @@ def _help(name: str, field: FieldInfo) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    open_files.fill_standard()
     try:
         with checked_output():
             code = _run(parse(given))

@@ -165,16 +165,27 @@ async def test_a_client_that_would_rather_speak_http_2_is_answered_in_http_1() -
         b"\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n\r\n" % len(body)
     )
     async with run_server() as site:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(site.url.rpartition(":")[2]))
-        for pieces in ([head + body], [head, body]):
+
+        async def ask(*pieces: bytes) -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(site.url.rpartition(":")[2]))
             for piece in pieces:
                 writer.write(piece)
                 await asyncio.sleep(0.05)
-            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            assert answer.startswith(b"HTTP/1.1 200 OK"), answer
-            length = int(re.search(rb"content-length: (\d+)", answer)[1])
-            assert b'"text_completion"' in await reader.readexactly(length)
-        writer.close()
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            assert answer.startswith(b"HTTP/1.1 200 OK"), (answer, pieces)
+            found = re.search(rb"content-length: (\d+)", answer)
+            assert found is not None
+            assert b'"text_completion"' in await reader.readexactly(int(found[1]))
+            writer.close()
+
+        await ask(head + body)
+        await ask(head, body)
+        upgrade = head.index(b"Upgrade: h2c")
+        cuts = range(1, len(head))
+        await asyncio.gather(*(ask(head[:cut], head[cut:] + body) for cut in cuts))
+        await asyncio.gather(
+            *(ask(head[:cut], head[cut : cut + 2], head[cut + 2 :] + body) for cut in cuts[upgrade - 4 :])
+        )
 
 
 async def test_a_form_is_refused_and_json_of_any_name_is_read() -> None:

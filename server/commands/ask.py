@@ -6,7 +6,6 @@ a short-lived process; such a server is its child and ends with it.
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -17,9 +16,10 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 import httpx
+import msgspec
 
 from server.commands.reading import ReadingBar
-from server.commands.remote import Remote, check, error_in, events, find
+from server.commands.remote import Remote, check, events, find, words_of
 from server.errors import StartupError
 
 EXIT_FAILURE = 1
@@ -80,7 +80,9 @@ def stream(remote: Remote, body: Mapping[str, Any]) -> None:
             for _, data in events(response):
                 if data == b"[DONE]":
                     return
-                _take(json.loads(data), paper, bar)
+                _take(msgspec.json.decode(data, type=ShownChunk), paper, bar)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StartupError(f"what {remote.url} streams is no chat completion: {error}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise remote.unreachable(error) from error
     finally:
@@ -88,12 +90,32 @@ def stream(remote: Remote, body: Mapping[str, Any]) -> None:
     raise StartupError(f"the answer broke off: the server at {remote.url} has ended")
 
 
-def _take(event: dict[str, Any], paper: Paper, bar: ReadingBar) -> None:
-    if sentence := error_in(event):
-        raise StartupError(sentence)
-    for choice in event["choices"]:
-        thought = choice["delta"].get("reasoning_content") or ""
-        text = choice["delta"].get("content") or ""
+class ShownDelta(msgspec.Struct):
+    """What an event adds to the answer."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class ShownChoice(msgspec.Struct):
+    """Of several answers one; a question asks for one."""
+
+    delta: ShownDelta
+
+
+class ShownChunk(msgspec.Struct):
+    """One event of a chat completion's stream, as far as it is shown."""
+
+    choices: list[ShownChoice] = []
+    error: Any = None
+
+
+def _take(event: ShownChunk, paper: Paper, bar: ReadingBar) -> None:
+    if event.error:
+        raise StartupError(words_of(event.error))
+    for choice in event.choices:
+        thought = choice.delta.reasoning_content or ""
+        text = choice.delta.content or ""
         if thought or text:
             bar.stop()
         paper.think(thought)

@@ -134,10 +134,10 @@ def _show(path: Path, options: dict[str, Any]) -> int:
     with _open(path) as connection:
         for id in options["ids"] or _nothing_named("show"):
             try:
+                _require(connection, id)
                 record = reading.find(connection, id, None)
-                if record is None:
-                    raise StartupError(f"the journal has no answer {id}")
-                print(json.dumps(_whole(connection, record), indent=2, ensure_ascii=False))
+                if record is not None:  # it may have been deleted meanwhile
+                    print(json.dumps(_whole(connection, record), indent=2, ensure_ascii=False))
             except Damage as error:
                 raise StartupError(str(error)) from None
     return 0
@@ -145,6 +145,8 @@ def _show(path: Path, options: dict[str, Any]) -> int:
 
 def _export(path: Path, options: dict[str, Any]) -> int:
     with _open(path) as connection:
+        for id in options["ids"]:
+            _require(connection, id)
         for record in _records(connection):
             if options["ids"] and record.id not in options["ids"]:
                 continue
@@ -153,6 +155,15 @@ def _export(path: Path, options: dict[str, Any]) -> int:
             except Damage as error:
                 print(f"marathon: {error}", file=sys.stderr)
     return 0
+
+
+def _require(connection: sqlite3.Connection, id: str) -> float | None:
+    """When the answer with this id ended. Raises StartupError where there is none."""
+    row = connection.execute("SELECT ended FROM record WHERE id = ?", (id,)).fetchone()
+    if row is None:
+        raise StartupError(f"the journal has no answer {id}")
+    ended: float | None = row[0]
+    return ended
 
 
 # ---------------------------------------------------------------- deleting
@@ -171,10 +182,7 @@ def _delete(path: Path, options: dict[str, Any]) -> int:
 
 
 def _delete_one(connection: sqlite3.Connection, id: str, *, is_served: bool) -> None:
-    row = connection.execute("SELECT ended FROM record WHERE id = ?", (id,)).fetchone()
-    if row is None:
-        raise StartupError(f"the journal has no answer {id}")
-    if row[0] is None and is_served:
+    if _require(connection, id) is None and is_served:
         raise StartupError(f"{id} isn't finished and a server works on it; cancel it there first")
     tables.transaction(connection, partial(writing.delete, connection, OpenRecords(), id, None))
 

@@ -7,6 +7,7 @@ command's module only when that command is given: most of them take a moment to 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,14 @@ COMMANDS = {
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the options that stand behind `marathon COMMAND`."""
     _ADD[command](parser)
+
+
+def number(text: str) -> float:
+    """A number that JSON can say. Raises ValueError, of which argparse makes a line."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _remote_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +59,7 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model to ask, or to serve where a server is started [the served one]")
     parser.add_argument("--system", metavar="TEXT", help="system text")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer [the server's]")
-    parser.add_argument("--temperature", type=float, metavar="N", help="how freely tokens are drawn [the model's]")
+    parser.add_argument("--temperature", type=number, metavar="N", help="how freely tokens are drawn [the model's]")
     parser.epilog = "Exit code 1: an error, in one line; 130: Ctrl-C."
 
 

@@ -34,7 +34,7 @@ class Remote:
         """Make a client that waits `seconds` for each piece of an answer. It asks no proxy."""
         headers = {}
         if self.key:
-            headers["authorization"] = f"Bearer {self.key}"
+            headers[b"authorization"] = f"Bearer {self.key}".encode()  # as text it would have to be ASCII
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
 
@@ -95,15 +95,15 @@ def events(response: httpx.Response) -> Iterator[tuple[str, bytes]]:
         for line in lines:
             field, _, value = line.rstrip(b"\r").partition(b": ")
             if field == b"event":
-                name = value.decode()
+                name = value.decode("utf-8", "replace")
             elif field == b"data":
                 yield name, value
             elif not field:
                 name = "message"
 
 
-def error_in(event: Any) -> str | None:
-    """Return the sentence of an event that ends a stream with an error; None for other events."""
-    if isinstance(event, dict) and isinstance(event.get("error"), dict):
-        return joined_lines(str(event["error"].get("message", event["error"])))
-    return None
+def words_of(error: Any) -> str:
+    """Return the sentence of an error in a stream."""
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return joined_lines(str(error))

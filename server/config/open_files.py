@@ -1,16 +1,31 @@
-"""How many files a process may hold open.
+"""Which files a process has when it starts, and how many it may hold open.
 
-Owns the limit of the server and its engines: raised where the system allows more, and kept while mlx-lm is imported.
-Runs in every process, at its start.
+Owns the limit of the server and its engines: raised where the system allows more, and kept while mlx-lm is imported;
+and the standard files of a process that was started without. Runs in every process, at its start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import sys
 from collections.abc import Iterator
 
 WANTED = 8192  # connections, and the files of a large model
+_STANDARD = 3  # files that each process is started with
+
+
+def fill_standard() -> None:
+    """Lead standard files that are closed nowhere. A file or a connection that is opened later would get their number,
+    and what libraries and child processes print would be written into it."""
+    while (place := os.open(os.devnull, os.O_RDWR)) < _STANDARD:
+        os.set_inheritable(place, True)
+    os.close(place)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def raise_limit() -> None:

@@ -54,6 +54,8 @@ def fault(folder: Path, *, typed: bool = False) -> str:
         value, reason = json_object(folder / name)
         if reason:
             return f"{name} {reason}"
+        if typed and name == CONFIG and not (folder / name).exists():
+            return f"there is no {name}" if folder.is_dir() else "the folder is gone"
         if typed and name == CONFIG and not isinstance(value.get("model_type"), str):
             return f"{name} names no model_type"
     return ""

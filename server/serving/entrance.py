@@ -193,6 +193,6 @@ class Entrance:
 
 
 def _refusal(error: RequestError, scope: Scope) -> Response:
-    if scope["path"] in anthropic_errors.PATHS:
+    if anthropic_errors.speaks(scope["path"]):
         return JSONResponse(anthropic_errors.body(error), anthropic_errors.status(error), error.headers())
     return JSONResponse(error.body(), error.status, error.headers())

@@ -44,6 +44,8 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _HEAD = re.compile(rb"[A-Z]+ [^\r\n]+ HTTP/1\.1\r\n")
 _LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) [^ \r\n]+ HTTP/1\.[01]\r?\n")
 _UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
+_UPGRADE_BEGUN = re.compile(rb"(?<=\r\n)u(p(g(r(a(d(e[ \t]*)?)?)?)?)?)?\Z", re.IGNORECASE)
+_KEPT = 3  # bytes of a head, of whose end all but the last may have been passed on
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 
@@ -105,14 +107,35 @@ class WithoutChunks(Exchange):
         await super().send(message)
 
 
-def without_upgrade(data: bytes) -> bytes:
-    """Take the wish for another protocol out of a request: Java's client asks for HTTP/2 with each
-    request in the clear, and uvicorn 0.54 drops the body of a request that asks
+class UpgradeFilter:
+    """Takes the wish for another protocol out of a request's head, however its bytes are cut: Java's client asks for
+    HTTP/2 with each request in the clear, and uvicorn 0.54 drops the body of a request that asks
     (https://github.com/Kludex/uvicorn/issues/2722). This may go once it doesn't."""
-    if not _HEAD.match(data):
+
+    def __init__(self) -> None:
+        self._before = b""  # the newest bytes of the head that were passed on: a line or the head may end with them
+        self._held = b""  # what may become the header's name
+
+    def begun(self, data: bytes) -> bytes:
+        """The first bytes of a request, or what else there may be."""
+        self._before = self._held = b""
+        if _HEAD.match(data):
+            return self.more(data)
+        self._before = data[-_KEPT:]
         return data
-    head, end, body = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"X-Upgrade", head) + end + body
+
+    def more(self, data: bytes) -> bytes:
+        """Further bytes, while the head isn't whole."""
+        head, end, body = (self._before + self._held + data).partition(b"\r\n\r\n")
+        self._held = b""
+        head = _UPGRADE.sub(b"X-Upgrade", head)
+        if not end and (begun := _UPGRADE_BEGUN.search(head)):
+            self._held = begun[0]
+            head = head[: begun.start()]
+        passed = head + end
+        new = passed[len(self._before) :] + body
+        self._before = passed[-_KEPT:]
+        return new
 
 
 class Protocol(HttpToolsProtocol):
@@ -127,12 +150,14 @@ class Protocol(HttpToolsProtocol):
     _has_answered = False
     _deaf = False  # what else the client sends is ignored
     _presence: Presence
+    _upgrades: UpgradeFilter
     _linger_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None  # until the client must have gone on with what it sends
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._presence = Presence(transport, self._filler)
+        self._upgrades = UpgradeFilter()
         self._expect_more()
 
     # ---------------------------------------------------------------- what comes in
@@ -140,7 +165,11 @@ class Protocol(HttpToolsProtocol):
         if self._deaf:
             return
         self._newest = data
-        super().data_received(without_upgrade(data))
+        if self._in_head:
+            data = self._upgrades.more(data)
+        elif not self._in_body:
+            data = self._upgrades.begun(data)
+        super().data_received(data)
         if self._in_head:
             self._head_bytes = self._head_bytes + len(data)
         else:

@@ -148,6 +148,8 @@ async def test_a_bomb_never_takes_more_room_than_the_cap() -> None:
     ("charset", "body"),
     [
         ("utf-8", BODY),
+        ("", BODY),
+        ('""', BODY),
         ('"UTF-8"', BODY),
         ("utf8", BODY),
         ("us-ascii", b'{"prompt": "x", "max_tokens": 1}'),
@@ -165,7 +167,7 @@ async def test_a_named_charset_is_read(site: Site, charset: str, body: bytes) ->
     assert answer.status_code == 200, answer.text
     assert (await post(site, zipped(body), "gzip", kind=kind)).status_code == 200
     tokens = (await post(site, body, kind=kind, path="/tokenize")).json()["tokens"]
-    python = {"us-ascii": "ascii", "iso-8859-1": "latin-1"}.get(charset, charset.strip('"'))
+    python = {"us-ascii": "ascii", "iso-8859-1": "latin-1"}.get(charset, charset.strip('"') or "utf-8")
     same = json.loads(body.decode(python).lstrip("\ufeff"))
     assert tokens == (await site.client.post("/tokenize", json=same)).json()["tokens"]
 

@@ -205,6 +205,17 @@ async def test_refusals_have_anthropics_form_whatever_refuses(path: str) -> None
         assert "code" in chat.json()["error"]
 
 
+async def test_routes_of_the_messages_api_that_arent_here_are_refused_in_its_form_and_others_arent() -> None:
+    async with run_server() as site:
+        for path in (f"{PATH}/batches", f"{PATH}/batches/x/results", f"{PATH}/msg_1", "/messages/batches", f"{PATH}/"):
+            for method in ("GET", "POST", "DELETE"):
+                check_refusal(await site.client.request(method, path), 404, "not_found_error")
+        with pytest.raises(anthropic.NotFoundError):
+            await sdk(site).messages.batches.list()
+        for path in ("/v1/messages-of-mine", "/messagesx", "/v1/v1/messages"):
+            assert "code" in (await site.client.get(path)).json()["error"]
+
+
 @pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
 async def test_a_conversation_that_the_server_is_to_hold_is_refused_as_the_sdks_know_it(path: str) -> None:
     """Their tool runners leave the thread out then, and send all messages; any other refusal ends them."""

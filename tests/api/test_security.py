@@ -39,6 +39,11 @@ async def test_any_of_several_keys_opens_and_nothing_else_does(tmp_path: Path) -
             assert await status(site, Authorization=f"Bearer {key}") == 200
             assert await status(site, Authorization=f"bearer  {key}") == 200
             assert await status(site, X_Api_Key=key) == 200
+        for encoding in ("utf-8", "latin-1"):
+            for header in (b"Authorization", b"X-Api-Key"):
+                sent = b"Bearer " * (header == b"Authorization") + "ünïcode".encode(encoding)
+                answer = await site.client.get("/v1/models", headers=[(header, sent)])
+                assert answer.status_code == 200, (header, encoding)
         assert await status(site, X_Api_Key="secret") == 401
         for header in ("Bearer secret", "Bearer secret-1x", "Bearer", "secret-1", "Basic secret-1", ""):
             assert await status(site, Authorization=header) == 401

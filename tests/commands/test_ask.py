@@ -135,6 +135,48 @@ async def test_an_error_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixtur
         assert words in reported.err
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"hello",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b'{"choices": 1}',
+        b'{"choices": [{"text": "x"}]}',
+        b'{"choices": [{"delta": {"content": 1}}]}',
+        b'{"choices": [{"delta": {"content": "\\ud800"}}]}',
+        b'{"error": "boom"}',
+        b'{"error": {"message": "boom"}}',
+    ],
+)
+@pytest.mark.parametrize("name", [b"message", b"\xff"])
+async def test_a_stream_of_something_else_is_one_line_and_exit_code_1(
+    event: bytes, name: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\n\r\n"
+        writer.write(head + b"event: " + name + b"\ndata: " + event + b"\n\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answered, "127.0.0.1", 0) as other:
+        url = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+        reported = await in_thread(capsys, "ask", "Hello", "--url", url)
+    assert (reported.code, reported.out, len(reported.err.splitlines())) == (1, "", 1), reported.err
+    assert ("boom" in reported.err) == (b"boom" in event)
+
+
+@pytest.mark.parametrize("temperature", ["nan", "inf", "-inf", "1e999", "warm"])
+async def test_a_temperature_that_is_no_number_is_one_line(
+    temperature: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reported = await in_thread(capsys, "ask", "Hello", f"--temperature={temperature}", "--url", "http://127.0.0.1:1")
+    assert (reported.code, reported.out, len(reported.err.splitlines())) == (2, "", 1)
+    assert f"--temperature: invalid number value: '{temperature}'" in reported.err
+
+
 async def test_ctrl_c_stops_the_answer_and_frees_its_row() -> None:
     async with run_server(engine(say=says("word and", stop=False), step_seconds=0.05)) as site:
         process = await asyncio.create_subprocess_exec(

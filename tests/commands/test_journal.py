@@ -88,6 +88,8 @@ async def test_a_damaged_answer_is_named_and_the_others_are_exported(tmp_path: P
         (["delete", "--journal", "{path}"], "needs an id"),
         (["show", "resp_9", "--journal", "{path}"], "no answer resp_9"),
         (["delete", "resp_9", "--journal", "{path}"], "no answer resp_9"),
+        (["export", "resp_9", "--journal", "{path}"], "no answer resp_9"),
+        (["export", "resp_1", "resp_9", "--journal", "{path}"], "no answer resp_9"),
         (["list", "--journal", "{other}"], "is no journal"),
         (["list", "--journal", "{text}"], "can't be used"),
         (["list", "--journal", "{newer}"], "has version 99"),

@@ -62,12 +62,13 @@ async def test_an_address_that_is_none_is_one_line(command: str, url: str, capsy
 async def test_a_key_is_taken_from_the_environment_and_its_lack_is_one_line(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with run_server(api_key=["sesame"]) as site:
+    async with run_server(api_key=["sesame", "ключ"]) as site:
         without = await in_thread(capsys, "status", "--url", site.url)
         given = await in_thread(capsys, "status", "--url", site.url, "--api-key", "sesame")
+        cyrillic = await in_thread(capsys, "status", "--url", site.url, "--api-key", "ключ")
         monkeypatch.setenv("MARATHON_API_KEY", "sesame")
         of_environment = await in_thread(capsys, "status", "--url", site.url)
-    assert (given.code, of_environment.code) == (0, 0)
+    assert (given.code, cyrillic.code, of_environment.code) == (0, 0, 0)
     assert (without.code, len(without.err.splitlines())) == (2, 1)
     assert " answers 401: " in without.err
 

@@ -388,8 +388,9 @@ async def test_a_start_in_a_terminal_ends_with_lines_and_no_rest_of_the_bar(tiny
     assert all(re.match(r"\d{4}-\d\d-\d\d ", line) for line in screen.lines() if line)
 
 
+NO_CONNECTION = "assert not any(stat.S_ISSOCK(os.fstat(number).st_mode) for number in range(3))"
 BUSY_ENTRANCE = """
-import atexit, signal, sys, time
+import atexit, os, stat, signal, sys, time
 from server import cli
 from server.serving import entrance
 
@@ -402,6 +403,18 @@ entrance._LEAVE_SECONDS = 0.1
 entrance.Entrance._make = make
 cli.main(sys.argv[1:])
 """
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_server_that_has_not_all_standard_files_starts(tiny, empty_home, closed):
+    """As some managers of services start it; and no connection gets the number of one, in which a library may print."""
+    script = BUSY_ENTRANCE.replace("    signal.", f"    {NO_CONNECTION}\n    signal.")
+    arguments = ["serve", "--port", "0", "--journal", "off", "--model", str(tiny("llama"))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(empty_home)}
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", script, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=50)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -14,6 +14,7 @@ from serving import Site, engine, run_server, says
 from loadtests import conversations, real_templates, small_templates
 from server.api.input import generic_tools
 from server.errors import InvalidValue
+from server.text.templates.tools import completed
 from server.text.tokenizer import Tokenizer
 
 S, U, A = (lambda text, role=role: {"role": role, "content": text} for role in ("system", "user", "assistant"))
@@ -252,13 +253,35 @@ LISTS = {
     "parameters to JSON": "{{ tool.function.description }}{{ tool.function.parameters | tojson }}",
     "properties one by one": "{% for name in tool.function.parameters.properties.items() %}{{ name }}{% endfor %}",
     "its own check": "{{ tool.function.description + tool['function']['parameters']['type'] }}",
+    "a type for each property": (
+        "{% macro typed(schema) %}{{ schema['type'] | upper }}"
+        "{% for value in (schema.properties or {}).values() %}{{ typed(value) }}{% endfor %}"
+        "{% if schema['items'] %}{{ typed(schema['items']) }}{% endif %}{% endmacro %}"
+        "{{ typed(tool.function.parameters) }}"
+    ),
 }
+VAGUE: list[Any] = [
+    True,
+    {},
+    {"type": ["string", "null"]},
+    {"type": ["null"]},
+    {"type": "array"},
+    {"type": "array", "items": True},
+    {"items": {"anyOf": []}},
+    {"properties": {"c": {"type": None}}},
+    {"enum": [1, 2]},
+    {"const": None},
+    {"$ref": "#/$defs/x"},
+    {"anyOf": [{"type": "null"}, {"type": "integer"}], "default": None},
+    {"anyOf": [{"type": "object", "properties": {"b": {"oneOf": [{"type": "array", "items": {}}]}}}, {"type": "null"}]},
+]
 BARE_TOOLS: list[dict[str, Any]] = [
     {},
     {"parameters": None},
     {"parameters": {}},
     {"parameters": {"type": "object"}},
     {"description": None, "parameters": {"type": "object", "properties": {}}},
+    *({"parameters": {"type": "object", "properties": {"a": value}}} for value in VAGUE),
 ]
 
 
@@ -272,3 +295,23 @@ def test_a_tool_without_what_may_be_left_out_is_no_refusal(tmp_path: Path, lists
     for fields in BARE_TOOLS:
         tool = {"type": "function", "function": {"name": "now"} | fields}
         assert shown(tokenizer, [U("hi")], tools=[tool]).startswith("now")
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "N"}, "integer"),
+        ({"anyOf": [{"type": "null"}, {"type": "object", "properties": {"b": {}}}]}, "object"),
+        ({"type": ["null", "number"]}, "number"),
+        ({"enum": ["x"]}, "string"),
+        ({"const": True}, "boolean"),
+        ({"enum": [2]}, "integer"),
+        ({"properties": {}}, "object"),
+        ({"items": {}}, "array"),
+        ({}, "string"),
+    ],
+)
+def test_a_property_is_shown_with_the_type_of_which_its_schema_speaks(schema: dict[str, Any], kind: str) -> None:
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"properties": {"a": schema}}}}
+    shown = completed(tool)["function"]["parameters"]["properties"]["a"]
+    assert shown["type"] == kind

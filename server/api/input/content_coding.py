@@ -86,7 +86,7 @@ def _charset(kind: str) -> str:
         return "utf-8"
     parsed = Message()
     parsed["content-type"] = kind
-    name = parsed.get_content_charset("utf-8")
+    name = parsed.get_content_charset("utf-8") or "utf-8"
     try:
         return CHARSETS[name.lower()]
     except KeyError:
@@ -97,11 +97,11 @@ def _charset(kind: str) -> str:
 def _gunzip(body: bytes, name: str, cap: int) -> bytes:
     made, rest = _inflate(body, name, cap, 16 + zlib.MAX_WBITS)
     for _ in range(MAX_MEMBERS - 1):
-        if not rest:
+        if not rest.strip(b"\0"):  # some writers fill up a block with zeros
             return made
         more, rest = _inflate(rest, name, cap, 16 + zlib.MAX_WBITS, before=len(made))
         made += more
-    if rest:
+    if rest.strip(b"\0"):
         raise InvalidValue(f"The body's gzip consists of more than {MAX_MEMBERS} parts")
     return made
 

@@ -66,7 +66,7 @@ def refusal(scope: Scope, error: RequestError, headers: Mapping[str, str] | None
     record = record_of(scope)
     record.error = error
     merged = {**(headers or {}), **error.headers()}
-    if scope["path"] in anthropic_errors.PATHS:
+    if anthropic_errors.speaks(scope["path"]):
         return JSONResponse(anthropic_errors.body(error, record.request_id), anthropic_errors.status(error), merged)
     return JSONResponse(error.body(), error.status, merged)
 
@@ -131,7 +131,7 @@ class Access:
                 record.status = message["status"]
                 named = MutableHeaders(scope=message)
                 named["x-request-id"] = record.request_id
-                if scope["path"] in anthropic_errors.PATHS:
+                if anthropic_errors.speaks(scope["path"]):
                     named["request-id"] = record.request_id
             await send(message)
 

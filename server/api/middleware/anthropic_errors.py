@@ -1,6 +1,6 @@
 """Errors as Anthropic's clients know them, on the routes of the Messages API.
 
-Owns the paths of those routes and the form of a refusal there, whatever refuses: a route, the reader of bodies or the
+Owns which paths are theirs and the form of a refusal there, whatever refuses: a route, the reader of bodies or the
 middleware. Pure; any thread.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from server.errors import ContextLengthError, GenerationError, RequestError, UnsupportedParameter
 
-PATHS = frozenset(f"{prefix}/messages{rest}" for prefix in ("/v1", "") for rest in ("", "/count_tokens"))
+_ROOTS = ("/v1/messages", "/messages")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -24,6 +24,11 @@ _TYPES = {
 }
 # The SDK's tool runners then send the whole conversation, as they do to any server that holds none.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def speaks(path: str) -> bool:
+    """Whether a request to `path` comes from a client of Anthropic's, also where no route is."""
+    return path.startswith(_ROOTS) and path.removeprefix("/v1").removeprefix("/messages")[:1] in ("", "/")
 
 
 def status(error: RequestError) -> int:

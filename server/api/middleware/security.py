@@ -98,9 +98,9 @@ class Keys:
             return True
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = [digest(headers.get("x-api-key", "").strip())]
+        given = _digests(headers.get("x-api-key", ""))
         if scheme.lower() == "bearer":
-            given.insert(0, digest(key.strip()))  # an agent may send its own token here, and ours in the other
+            given = _digests(key) + given  # an agent may send its own token here, and ours in the other
         # Every key is compared, each in constant time: the answer's timing says nothing about any of them.
         accepted = [one for one in given if sum(hmac.compare_digest(one, known) for known in self._digests)]
         if accepted:
@@ -127,6 +127,12 @@ def owner_of(scope: Scope) -> str:
 
 def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _digests(header: str) -> list[bytes]:
+    """What a key may be that came in a header. Its bytes were taken for Latin-1; some clients send UTF-8."""
+    sent = header.strip(" \t")
+    return [hashlib.sha256(sent.encode("latin-1")).digest(), digest(sent)]
 
 
 def read_keys(settings: Settings) -> list[str]:

@@ -17,6 +17,7 @@ from server.errors import InvalidValue, UnsupportedParameter, one_line
 from server.text.templates.abilities import Abilities
 from server.text.templates.conversation import fit
 from server.text.templates.numbers import NumberTexts
+from server.text.templates.tools import completed
 from server.text.templates.trials import learn
 from server.text.templates.turn import Message
 from server.text.tokens.encode_cache import common_prefix
@@ -86,7 +87,7 @@ class ChatTemplate:
             offers = [[]]
         if tools:
             hidden = self._shield.hide_all(tools)
-            offers = [hidden, [_completed(tool) for tool in hidden]]
+            offers = [hidden, [completed(tool) for tool in hidden]]
         extra = self._switches(effort) | self._checked(kwargs)
         mode = {"add_generation_prompt": begins, "continue_final_message": continuing}
 
@@ -192,16 +193,6 @@ def _formed(message: Message, form: Form) -> Message:
         return message
     formed = [c | {"function": c["function"] | {"arguments": form(c["function"].get("arguments"))}} for c in calls]
     return message | {"tool_calls": formed}
-
-
-def _completed(tool: dict[str, Any]) -> dict[str, Any]:
-    """The tool with the members that a client may leave out: a description, and parameters with their properties."""
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        return tool
-    parameters = {"type": "object", "properties": {}} | (function.get("parameters") or {})
-    described = {"description": function.get("description") or "", "parameters": parameters}
-    return tool | {"function": function | described}
 
 
 # ---------------------------------------------------------------- attempts
