@@ -13,9 +13,9 @@ What uvicorn 0.54's httptools protocol does otherwise, and what is done here ins
   request would be read as that body.
 - A client that stops in the middle of a head or a body keeps its connection for ever (https://github.com/Kludex/uvicorn/issues/157).
   Here it is answered 408.
-- Heads of any size are collected; blanks behind a header's value stay in it; trailers become headers; a target in
-  absolute form leaves the Host header in force; a request for another protocol loses its body; HTTP/1.0 clients get
-  chunks.
+- Heads and trailers of any size are collected; blanks behind a header's value stay in it; trailers become headers; a
+  target in absolute form leaves the Host header in force; a request for another protocol loses its body; HTTP/1.0
+  clients get chunks.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class Protocol(HttpToolsProtocol):
     _in_head = False
     _in_body = False
     _head_bytes = 0
+    _around_body = 0  # bytes of a chunked body's frames and trailers since the last byte of itself
     _refusal: RequestError | None = None
     _serving: RequestResponseCycle | None = None
     _has_answered = False
@@ -169,13 +170,16 @@ class Protocol(HttpToolsProtocol):
             data = self._upgrades.more(data)
         elif not self._in_body:
             data = self._upgrades.begun(data)
+        self._around_body += len(data)
         super().data_received(data)
         if self._in_head:
             self._head_bytes = self._head_bytes + len(data)
         else:
             self._head_bytes = 0
-        if self._head_bytes > MAX_HEAD_BYTES and not self._deaf:
-            self._refusal = _head_too_large()
+        if not self._in_body:
+            self._around_body = 0
+        if max(self._head_bytes, self._around_body) > MAX_HEAD_BYTES and not self._deaf:
+            self._refusal = _head_too_large() if self._in_head else _trailers_too_large()
             self.send_400_response(str(self._refusal))
         if not self._in_head:
             self._expect_more()
@@ -184,6 +188,10 @@ class Protocol(HttpToolsProtocol):
         self._in_head = True
         self._set_read_timer(HEAD_SECONDS)
         super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self._around_body = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_body = False
@@ -283,10 +291,11 @@ class Protocol(HttpToolsProtocol):
         self._deaf = True  # where the next request would begin can't be known
         why = self._refusal or self._unknown_method() or InvalidValue(msg)
         within = self.cycle is not None and self.cycle.more_body and self.cycle.scope is self.scope
+        if within and not self._is_idle:
+            self._break_off(why)
+            return
         if not self._is_idle:
             self.cycle.keep_alive = False
-            if within:
-                self._break_off(why)
             return
         if not within:  # else that request has been refused already
             self.transport.write(_as_bytes(why, request_id(self._headers_so_far)))
@@ -307,7 +316,9 @@ class Protocol(HttpToolsProtocol):
         return UnknownMethod(f"There is no method {line[1][:50].decode()!r} here")
 
     def _break_off(self, why: RequestError) -> None:
-        """Signal the reader of the newest request's body that there will be no more of it."""
+        """Signal the reader of the newest request's body that there will be no more of it. Its client may still send,
+        so that the connection ends behind the answer, and not at once."""
+        cast(Exchange, self.cycle).lingers = self.cycle.keep_alive = True
         cast("dict[str, Any]", self.cycle.scope)[FAULT] = why
         self.cycle.message_event.set()
 
@@ -377,6 +388,10 @@ def _as_bytes(error: RequestError, id: str) -> bytes:
 
 def _head_too_large() -> HeadTooLarge:
     return HeadTooLarge(f"The request's first line and headers are larger than {MAX_HEAD_BYTES} bytes")
+
+
+def _trailers_too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"What stands around the body's chunks or behind them is larger than {MAX_HEAD_BYTES} bytes")
 
 
 def _too_slow(in_head: bool) -> RequestTimeout:

@@ -232,6 +232,20 @@ async def test_trailers_say_nothing(site: Site) -> None:
             assert (await wire.answer()).status == 200, "the connection goes on"
 
 
+@pytest.mark.parametrize("begin", [b"0\r\nX: ", b"0\r\n", b"2;x=", b"0000"], ids=["value", "name", "extension", "size"])
+async def test_what_stands_around_a_body_is_limited(site: Site, begin: bytes) -> None:
+    """A trailer, of which nothing is read, was collected whole, each piece of it copied with all before it."""
+    body = b"%x\r\n%b\r\n" % (len(BODY), BODY)
+    letter = b"0" if begin == b"0000" else b"x"
+    pieces = [head("POST", TEXT, CHUNKED), body, begin, *[letter * 30_000] * 6]
+    async with connected(site, *pieces) as wire:
+        answer = await wire.answer()
+        assert (answer.status, answer.error.code) in ((431, "head_too_large"), (400, "invalid_value")), answer
+        assert await wire.end() == b""
+    async with connected(site, head("POST", TEXT, CHUNKED), body + b"0\r\nX: ", b"x" * 60_000, b"\r\n\r\n") as wire:
+        assert (await wire.answer()).status == 200
+
+
 async def test_chunks_of_any_size_make_one_body(site: Site) -> None:
     for parts in ([BODY], [bytes([byte]) for byte in BODY], [BODY[:5], BODY[5:]]):
         for version in ("1.0", "1.1"):

@@ -12,6 +12,7 @@ from server.api.output.choices import Choice
 from server.api.output.logprobs import entries
 from server.api.output.options import ChunkFrame, Extras, members, reason_of, usage_so_far
 from server.api.output.sse import DONE, DataEvents, encode, event
+from server.errors import Cancellation
 from server.text.calls.tool_calls import CallArguments, CallBegin
 from server.text.detokenizer import Content, Piece, Reasoning
 from server.text.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ class ChatForm(DataEvents):
         return event({"error": error})
 
     def cancelled(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
-        return event({"error": {"message": "The answer was deleted.", "code": "cancelled"}})
+        return event(Cancellation("The answer was deleted.").body())
 
     def sign_of_life(self, comment: bytes, number: int) -> bytes:
         return comment

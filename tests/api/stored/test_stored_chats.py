@@ -10,7 +10,7 @@ from typing import Any
 from serving import HELLO, MODEL, USER, Site, engine, says
 from stored_answers import keeping
 
-from server.api.output.schema import ChatList, MessageList, StoredChat
+from server.api.output.schema import ChatList, ErrorBody, MessageList, StoredChat
 
 CHATS = "/v1/chat/completions"
 LONG = " ".join(f"word {n}" for n in range(60))
@@ -121,3 +121,16 @@ async def test_a_chat_has_its_messages_takes_other_metadata_and_can_be_deleted(t
         for path in (f"{CHATS}/{id}", f"{CHATS}/{id}/messages", f"/v1/responses/{id}"):
             assert (await site.client.get(path)).status_code == 404
         assert (await site.post(f"{CHATS}/{id}", {"metadata": {}})).status_code == 404
+
+
+async def test_a_stream_that_another_request_deletes_ends_with_a_whole_error(tmp_path: Path) -> None:
+    async with keeping(tmp_path, engine(say=says(LONG), step_seconds=0.02)) as site:
+        body = {"messages": USER, "store": True, "stream": True}
+        async with site.client.stream("POST", CHATS, json=body) as response:
+            lines = (line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: "))
+            id = json.loads(await anext(lines))["id"]
+            assert (await site.client.delete(f"{CHATS}/{id}")).status_code == 200
+            last = [line async for line in lines if "error" in line][-1]
+        error = ErrorBody.model_validate_json(last).error
+        assert (error.code, error.message) == ("cancelled", "The answer was deleted.")
+        assert json.loads(last)["error"].keys() >= {"type", "param"}
