@@ -197,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     open_files.fill_standard()
+    _leave_lost_folder()
     try:
         with checked_output():
             code = _run(parse(given))
@@ -205,6 +206,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_complain(str(error), given))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _leave_lost_folder() -> None:
+    """Libraries ask for the current folder as they are imported, and fail where it was deleted."""
+    try:
+        os.getcwd()
+    except OSError:
+        os.chdir("/")
 
 
 def _run(options: dict[str, Any]) -> int:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 import server
 from server.api.middleware.security import read_keys
-from server.config import open_files
+from server.config import child_place, open_files
 from server.errors import Draining, NotReady, StartupError
 from server.ipc.messages import Ready
 from server.model_files.locate import at_hand
@@ -180,6 +180,7 @@ def _bar(form: str) -> ProgressBar | None:
 
 def _serve(settings: Settings) -> None:
     open_files.raise_limit()
+    child_place.make_import_path_whole()
     read_keys(settings)  # a bad file is said before anything is fetched; the application reads it again
     # Fetching a model may take minutes and importing its tokenizer seconds: neither before the port is taken.
     sockets = listen(settings.host, settings.port)

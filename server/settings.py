@@ -221,6 +221,14 @@ class Settings(ServerSettings, Limits, EngineSettings, JournalSettings, Logs):
 
     @field_validator("*")
     @classmethod
+    def _whole_paths(cls, value: object) -> object:
+        """Its other processes don't run in the folder that the server was started in."""
+        if isinstance(value, Path):
+            return value.absolute()
+        return value
+
+    @field_validator("*")
+    @classmethod
     def _in_64_bits(cls, value: object) -> object:
         """MLX and SQLite take no larger number."""
         if isinstance(value, int) and abs(value) > _MOST:

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
+from server.config import child_place
 from server.errors import NotReady
 from server.grammar import walk
 from server.ipc.sequence import MAX_GRAMMAR_SIZE, MAX_GRAMMAR_WIDTH
@@ -94,7 +95,12 @@ class Checker:
         command = [sys.executable, "-P", "-m", "server.grammar.checker", f"{self._seconds:g}"]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                cwd=child_place.FOLDER,
             )
         except OSError as error:
             log.error("no process to check a grammar: %s", error)

@@ -36,7 +36,7 @@ def locate(settings: Settings, report: ReportProgress = to_log) -> ModelLocation
     few seconds; what it raises ends that."""
     if settings.model is None:
         return ModelLocation(ensure_starter(settings.cache_dir, report), NAME)
-    return at_hand(settings.model) or ModelLocation(hub_folder(settings.model, report), settings.model)
+    return at_hand(settings.model) or ModelLocation(hub_folder(settings.model, report).absolute(), settings.model)
 
 
 def at_hand(model: str) -> ModelLocation | None:

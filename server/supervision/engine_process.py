@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from server.config import child_place
 from server.ipc import framing, messages
 from server.settings import ENV_PREFIX
 
@@ -85,6 +86,7 @@ def launch(command: Sequence[str]) -> EngineProcess:
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                cwd=child_place.FOLDER,
                 env=without_settings(os.environ),
             )
     except OSError:

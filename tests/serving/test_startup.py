@@ -27,6 +27,7 @@ from commanding import in_thread, terminal
 from prometheus_client.parser import text_string_to_metric_families
 from serving import engine, run_server
 
+from loadtests import harness
 from server import serve
 from server.errors import StartupError
 from server.metrics import CONTENT_TYPE
@@ -386,6 +387,62 @@ async def test_a_start_in_a_terminal_ends_with_lines_and_no_rest_of_the_bar(tiny
     assert "s so far\n" not in drawn, "the bar is no line"
     screen = Screen(drawn.replace("\r\n", "\n"))
     assert all(re.match(r"\d{4}-\d\d-\d\d ", line) for line in screen.lines() if line)
+
+
+def test_an_engine_starts_also_where_the_folder_of_the_servers_start_is_gone(tiny, empty_home, tmp_path):
+    """What paths and imports were given relative to it still counts from there."""
+    here, port = tmp_path / "here", harness.free_port()
+    here.mkdir()
+    (tmp_path / "model").symlink_to(tiny("llama"))
+    (tmp_path / "code").symlink_to(ROOT)
+    relative = ["--model", "../model", "--kv-disk", "10MB", "--kv-disk-folder", "../kv", "--journal", "../j.db"]
+    server = subprocess.Popen(
+        [sys.executable, "-P", "-m", "server.cli", "serve", "--port", str(port), "--spare-engine", "off", *relative],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": "../code", "HOME": str(empty_home)},
+        cwd=here,
+    )
+    body = {"model": "../model", "temperature": 0, **CHAT}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+        try:
+            lines_until(server, "Marathon serves", 120)
+            before = client.post("/v1/chat/completions", json=body).json()["choices"]
+            here.rmdir()
+            os.kill(client.get("/health").json()["engine"]["pid"], signal.SIGKILL)
+            lines_until(server, "(epoch 2) is ready", 60)
+            assert client.post("/v1/chat/completions", json=body).json()["choices"] == before
+            assert (tmp_path / "kv" / "lock").exists()
+            assert (tmp_path / "j.db").exists()
+        finally:
+            server.terminate()
+            server.communicate(timeout=30)
+    assert server.returncode == 0
+
+
+def test_a_command_works_in_a_folder_that_is_gone(tiny, empty_home, tmp_path):
+    (tmp_path / "here").mkdir()
+    ended = subprocess.run(
+        [
+            "sh",
+            "-c",
+            'rmdir "$PWD" && exec "$@"',
+            "sh",
+            sys.executable,
+            "-P",
+            "-m",
+            "server",
+            "check",
+            "--model",
+            str(tiny("llama")),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(empty_home)},
+        cwd=tmp_path / "here",
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 NO_CONNECTION = "assert not any(stat.S_ISSOCK(os.fstat(number).st_mode) for number in range(3))"

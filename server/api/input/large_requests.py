@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, TypeVar
 
+from server.config import child_place
 from server.errors import NotReady, RequestError, RequestTooLarge
 from server.supervision.engine_process import without_settings
 from server.supervision.exit_status import DYING_SECONDS, TRIES, is_stopped, was_ended_from_outside
@@ -202,6 +203,7 @@ def _launch(peer: socket.socket) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C is the server's to hear
             env=without_settings(os.environ),
+            cwd=child_place.FOLDER,
         )
 
 
