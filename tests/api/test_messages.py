@@ -210,8 +210,9 @@ async def test_routes_of_the_messages_api_that_arent_here_are_refused_in_its_for
         for path in (f"{PATH}/batches", f"{PATH}/batches/x/results", f"{PATH}/msg_1", "/messages/batches", f"{PATH}/"):
             for method in ("GET", "POST", "DELETE"):
                 check_refusal(await site.client.request(method, path), 404, "not_found_error")
-        with pytest.raises(anthropic.NotFoundError):
-            await sdk(site).messages.batches.list()
+        async with sdk(site) as client:
+            with pytest.raises(anthropic.NotFoundError):
+                await client.messages.batches.list()
         for path in ("/v1/messages-of-mine", "/messagesx", "/v1/v1/messages"):
             assert "code" in (await site.client.get(path)).json()["error"]
 

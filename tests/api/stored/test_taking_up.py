@@ -30,7 +30,8 @@ async def test_a_server_that_ends_while_it_loads_leaves_earlier_work_to_the_next
 
     async with opened(tmp_path / "journal.db") as journal:
         await journal.add(record())
-        stored = StoredAnswers(cast(Any, SimpleNamespace(journal=journal, known=known)), {})
+        tokenizer = SimpleNamespace(folder=tmp_path)
+        stored = StoredAnswers(cast(Any, SimpleNamespace(journal=journal, known=known, tokenizer=tokenizer)), {})
         await stored.resume()
         await asyncio.sleep(0.05)
         await stored.close()
