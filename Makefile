@@ -18,13 +18,15 @@ COVERAGE := 90
 install: $(STAMP)
 
 # Done again only when what is to be installed changes. The first Python that is new enough and can make environments.
+# The pins name all that is needed, and pip does not ask what they need in turn: with hashes, an older pip refuses a pin
+# that another package asks for with an extra, as soon as there is a newer release of it.
 $(STAMP): pyproject.toml requirements.lock
 	@for python in python3.13 python3.12 python3.11 python3; do \
 	  $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
 	  python=; \
 	done; \
 	if [ -z "$$python" ]; then echo "make: Python 3.11 or newer with venv is needed" >&2; exit 1; fi; \
-	$$python scripts/install.py $(VENV) -- --no-compile --requirement requirements.lock
+	$$python scripts/install.py $(VENV) -- --no-compile --no-deps --requirement requirements.lock
 	@$(INSTALL) --no-deps --editable .
 	@touch $@
 
@@ -34,8 +36,8 @@ serve: install
 
 # For an NVIDIA GPU, once. MLX's packages for CPU and CUDA write the same library, and the last one stays.
 cuda: install
-	@$(INSTALL) --constraint requirements.lock --editable '.[cuda]'
-	@$(INSTALL) --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'from importlib.metadata import version as v; print(v("mlx"))')
+	@version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("mlx"))') && \
+	  $(INSTALL) "mlx[cuda13]==$$version" && $(INSTALL) --force-reinstall --no-deps "mlx-cuda-13==$$version"
 
 # Three processes on two cores, since many tests wait; in the order that tests/conftest.py gives. They write bytecode
 # even where the environment forbids it, or the hundreds of processes that tests start compile every module again.
@@ -51,6 +53,7 @@ tools:
 	@python3 scripts/tools.py
 
 check: install
+	$(BIN)/python -m pip check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
