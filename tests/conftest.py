@@ -8,12 +8,12 @@ import signal
 import sys
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import slipcover
 
 from loadtests import zoo
 from server.config.cache_folder import cache_folder
@@ -22,7 +22,6 @@ from server.model_files.starter import ensure_starter
 from server.telemetry.logs import JsonLines, Lines
 
 Tiny = Callable[..., Path]
-COVERED_VARIANTS = 2
 
 
 def pytest_report_header() -> str:
@@ -31,25 +30,21 @@ def pytest_report_header() -> str:
 
 
 def pytest_configure() -> None:
-    """Let SIGINT through to the commands that tests start, which inherit what a shell in the background ignores."""
+    """Let SIGINT through to the commands that tests start, which inherit what a shell in the background ignores.
+
+    Where coverage is measured, its probes stay in the code. To take them out, slipcover on Python 3.11 asks each
+    running frame for its variables, and the frame keeps what they held then: live buffers, which some tests count.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(slipcover.Slipcover, "deinstrument_seen"):
+        slipcover.Slipcover.deinstrument_seen = lambda self: None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have slow tests, and measure coverage on the first variants of each test alone.
-
-    The tracer doubles the time that Python code takes, and further variants seldom take another branch. Without the
-    order a file of few but long tests would come last, with one process at work.
-    """
+    """Begin with the files that have slow tests, or one of few but long tests comes last, with one process at work."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-    variants: Counter[str] = Counter()
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        variants[name] += 1
-        if variants[name] > COVERED_VARIANTS:
-            item.add_marker(pytest.mark.no_cover)
 
 
 @pytest.fixture(scope="session")

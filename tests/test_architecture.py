@@ -232,7 +232,7 @@ def test_every_dependency_is_pinned():
 
 
 def test_pins_with_hashes_are_installed_as_they_stand():
-    """Asked for what a pin needs in turn, pip 23 refuses them on the day of a newer release; as a constraint, always."""
+    """Asked for what a pin needs in turn, pip 23 refuses them once there is a newer release; as constraints, always."""
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
     installs = [line for line in lines if line.startswith("\t") and re.search(r"install.*requirements\.lock", line)]
     assert installs
