@@ -38,13 +38,13 @@ cuda: install
 	@version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("mlx"))') && \
 	  $(INSTALL) "mlx[cuda13]==$$version" && $(INSTALL) --force-reinstall --no-deps "mlx-cuda-13==$$version"
 
-# Three processes on two cores, since many tests wait; in the order that tests/conftest.py gives. They write bytecode
+# Four processes on two cores, since many tests wait; in the order that tests/conftest.py gives. They write bytecode
 # even where the environment forbids it, or the hundreds of processes that tests start compile every module again.
 # The whole suite measures branch coverage, prints it and is held to a floor; a part of it does neither.
 test: install
 	@mkdir -p $(dir $(COVERAGE))
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python $(if $(ARGS),,-W "ignore:Unable to activate" -m slipcover --out $(COVERAGE)) \
-	  -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	  -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(if $(ARGS),,@$(BIN)/python scripts/coverage.py $(COVERAGE) --floor 90)
 
 # Chromium and Prometheus for the tests that use them, as Debian packages, without root.

@@ -105,8 +105,7 @@ def test_a_death_costs_a_few_tokens_of_each_row_also_of_short_ones(family, undel
     for one in rows:
         length = len(one.sequence.prompt) + len(delivered[one.seq])
         assert length - later.started[one.seq].reused <= 4
-        alone = Rig(family).alone(row(0, one.sequence.prompt, max_tokens=90))[0]
-        assert delivered[one.seq] + later.tokens[one.seq] == alone
+        assert delivered[one.seq] + later.tokens[one.seq] == alone(family, tuple(one.sequence.prompt), 90)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
