@@ -181,6 +181,7 @@ def _bar(form: str) -> ProgressBar | None:
 def _serve(settings: Settings) -> None:
     open_files.raise_limit()
     child_place.make_import_path_whole()
+    child_place.name_temporary_folder()
     read_keys(settings)  # a bad file is said before anything is fetched; the application reads it again
     # Fetching a model may take minutes and importing its tokenizer seconds: neither before the port is taken.
     sockets = listen(settings.host, settings.port)

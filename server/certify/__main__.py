@@ -37,6 +37,7 @@ from server.certify.certificate import (
     to_text,
 )
 from server.certify.replay import Gauge, Plan, Run, caches_in_words, play, play_mlx_lm
+from server.config import child_place
 from server.config.cache_folder import COUNTERS, cache_folder
 from server.engine import device, model
 from server.engine.model import LoadedModel
@@ -248,6 +249,7 @@ def _print(line: str) -> None:
 
 def main() -> int:
     order = Order(**json.loads(sys.stdin.read()))
+    child_place.name_temporary_folder()
     try:
         certificate = certify(order, _print)
         with checked_output():

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from server import faults as faults_module
-from server.config import open_files
+from server.config import child_place, open_files
 from server.engine.channel import Channel, Heartbeat
 from server.errors import StartupError
 from server.ipc import messages
@@ -38,6 +38,7 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=parser.parse_args().fd))
     channel.start_reader()
     _tie_to_parent()
+    child_place.name_temporary_folder()
     first = _first_command(channel)
     if not isinstance(first, Start):
         sys.exit("engine: the first command must be Start")

@@ -419,6 +419,31 @@ def test_an_engine_starts_also_where_the_folder_of_the_servers_start_is_gone(tin
     assert server.returncode == 0
 
 
+@pytest.mark.parametrize("named", ["missing", "file", "relative"])
+def test_engines_find_a_temporary_folder_where_the_named_one_is_none(tiny, empty_home, tmp_path, named):
+    """MLX compiles kernels in it, and the engine runs in another folder than the server: each answer was an error."""
+    (tmp_path / "file").touch()
+    (tmp_path / "below").mkdir()
+    place = {"missing": tmp_path / "none", "file": tmp_path / "file", "relative": Path("below")}[named]
+    port = harness.free_port()
+    options = ["--port", str(port), "--spare-engine", "off", "--model", str(tiny("llama"))]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "server.cli", "serve", *options],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(empty_home), "TMPDIR": str(place), "TMP": str(place)},
+        cwd=tmp_path,
+    )
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+        try:
+            lines_until(server, "Marathon serves", 120)
+            answer = client.post("/v1/chat/completions", json=CHAT)
+            assert answer.status_code == 200, answer.text
+        finally:
+            server.terminate()
+            server.communicate(timeout=30)
+    assert server.returncode == 0
+
+
 def test_a_command_works_in_a_folder_that_is_gone(tiny, empty_home, tmp_path):
     (tmp_path / "here").mkdir()
     ended = subprocess.run(
